@@ -1,0 +1,171 @@
+// Loads that widen to the compute type and stores that narrow with one rounding.
+//
+// A kernel is a template over the stored type T (float, BF16, F16, double) and computes in ComputeOf<T>: float, or
+// double for double. Narrowing rounds to nearest, ties to even; overflow gives infinity; NaN stays NaN (made quiet,
+// sign and upper payload bits kept). No load or store touches memory outside the given elements.
+#include <type_traits>
+
+#include "hwy/highway.h"
+#include "jumar/tensor.h"
+
+#if !defined(JUMAR_SIMD_COMPUTE_OF)
+#define JUMAR_SIMD_COMPUTE_OF
+namespace jumar {
+template <typename T>
+using ComputeOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
+}  // namespace jumar
+#endif
+
+#if defined(JUMAR_SIMD_FLOAT_IO_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef JUMAR_SIMD_FLOAT_IO_INL_H_
+#undef JUMAR_SIMD_FLOAT_IO_INL_H_
+#else
+#define JUMAR_SIMD_FLOAT_IO_INL_H_
+#endif
+
+HWY_BEFORE_NAMESPACE();
+namespace jumar {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// bf16 bits -> float, exact.
+template <class D, class V16>
+HWY_INLINE hn::Vec<D> WidenBF16(D d, V16 bits) {
+  const hn::RebindToUnsigned<D> du32;
+  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du32, bits)));
+}
+
+// float -> bf16 bits: add 0x7FFF plus the lowest kept bit, drop 16 bits.
+template <class D, class V>
+HWY_INLINE auto NarrowBF16(D /*d*/, V v) {
+  const hn::RebindToUnsigned<D> du32;
+  const hn::RebindToSigned<D> di32;
+  const hn::Rebind<uint16_t, D> du16;
+  const auto bits = hn::BitCast(du32, v);
+  const auto lsb = hn::And(hn::ShiftRight<16>(bits), hn::Set(du32, 1u));
+  const auto rounded = hn::Add(bits, hn::Add(lsb, hn::Set(du32, 0x7FFFu)));
+  const auto quiet = hn::Or(bits, hn::Set(du32, 0x00400000u));
+  const auto nan = hn::RebindMask(du32, hn::IsNaN(v));
+  const auto out = hn::ShiftRight<16>(hn::IfThenElse(nan, quiet, rounded));
+  return hn::DemoteTo(du16, hn::BitCast(di32, out));
+}
+
+// fp16 bits -> float, exact (subnormals included). Integer steps, so that it is the same on targets without F16C.
+template <class D, class V16>
+HWY_INLINE hn::Vec<D> WidenF16(D d, V16 bits) {
+#if HWY_TARGET == HWY_SSE4 || HWY_TARGET == HWY_SSSE3
+  const hn::RebindToUnsigned<D> du32;
+  const auto h = hn::PromoteTo(du32, bits);
+  const auto sign = hn::ShiftLeft<16>(hn::And(h, hn::Set(du32, 0x8000u)));
+  const auto magnitude = hn::ShiftLeft<13>(hn::And(h, hn::Set(du32, 0x7FFFu)));
+  // Scaling by 2^112 re-biases the exponent and normalises subnormals; infinities and NaN get the full exponent.
+  const auto scaled =
+      hn::BitCast(du32, hn::Mul(hn::BitCast(d, magnitude), hn::Set(d, 5192296858534827628530496329220096.0f)));
+  const auto special =
+      hn::Gt(hn::BitCast(hn::RebindToSigned<D>(), magnitude), hn::Set(hn::RebindToSigned<D>(), 0x0F7FFFFF));
+  const auto inf_nan = hn::Or(magnitude, hn::Set(du32, 0x7F800000u));
+  return hn::BitCast(d, hn::Or(sign, hn::IfThenElse(hn::RebindMask(du32, special), inf_nan, scaled)));
+#else
+  const hn::Rebind<hwy::float16_t, D> df16;
+  return hn::PromoteTo(d, hn::BitCast(df16, bits));
+#endif
+}
+
+// float -> fp16 bits, nearest even.
+template <class D, class V>
+HWY_INLINE auto NarrowF16(D d, V v) {
+  const hn::Rebind<uint16_t, D> du16;
+#if HWY_TARGET == HWY_SSE4 || HWY_TARGET == HWY_SSSE3
+  const hn::RebindToUnsigned<D> du32;
+  const hn::RebindToSigned<D> di32;
+  const auto bits = hn::BitCast(du32, v);
+  const auto sign = hn::And(hn::ShiftRight<16>(bits), hn::Set(du32, 0x8000u));
+  const auto magnitude = hn::And(bits, hn::Set(du32, 0x7FFFFFFFu));
+  const auto m = hn::BitCast(di32, magnitude);
+  // Normal results: round the 13 dropped bits and re-bias the exponent by 112.
+  const auto lsb = hn::And(hn::ShiftRight<13>(magnitude), hn::Set(du32, 1u));
+  const auto rounded = hn::Add(magnitude, hn::Add(lsb, hn::Set(du32, 0x0FFFu)));
+  const auto normal = hn::Sub(hn::ShiftRight<13>(rounded), hn::Set(du32, 112u << 10));
+  // Results below 2^-14: adding 0.5 places the last fp16 subnormal bit at the float's last bit, so the FPU rounds.
+  const auto half = hn::Set(d, 0.5f);
+  const auto tiny = hn::Sub(hn::BitCast(du32, hn::Add(hn::BitCast(d, magnitude), half)), hn::BitCast(du32, half));
+  const auto is_tiny = hn::RebindMask(du32, hn::Lt(m, hn::Set(di32, 113 << 23)));
+  const auto is_big = hn::RebindMask(du32, hn::Gt(m, hn::Set(di32, 0x477FEFFF)));
+  const auto is_nan = hn::RebindMask(du32, hn::IsNaN(v));
+  const auto nan = hn::Or(hn::And(hn::ShiftRight<13>(magnitude), hn::Set(du32, 0x03FFu)), hn::Set(du32, 0x7E00u));
+  auto out = hn::IfThenElse(is_tiny, tiny, normal);
+  out = hn::IfThenElse(is_big, hn::Set(du32, 0x7C00u), out);
+  out = hn::IfThenElse(is_nan, nan, out);
+  return hn::DemoteTo(du16, hn::BitCast(di32, hn::Or(out, sign)));
+#else
+  const hn::Rebind<hwy::float16_t, D> df16;
+  return hn::BitCast(du16, hn::DemoteTo(df16, v));
+#endif
+}
+
+// Lanes(d) elements from p, widened.
+template <class D, typename T>
+HWY_INLINE hn::Vec<D> LoadWide(D d, const T* HWY_RESTRICT p) {
+  if constexpr (std::is_same_v<T, BF16> || std::is_same_v<T, F16>) {
+    const hn::Rebind<uint16_t, D> du16;
+    const auto bits = hn::LoadU(du16, reinterpret_cast<const uint16_t*>(p));
+    if constexpr (std::is_same_v<T, BF16>) {
+      return WidenBF16(d, bits);
+    } else {
+      return WidenF16(d, bits);
+    }
+  } else {
+    return hn::LoadU(d, p);
+  }
+}
+
+// Lanes(d) elements to p, rounded once.
+template <class D, typename T>
+HWY_INLINE void StoreNarrow(D d, hn::Vec<D> v, T* HWY_RESTRICT p) {
+  if constexpr (std::is_same_v<T, BF16>) {
+    hn::StoreU(NarrowBF16(d, v), hn::Rebind<uint16_t, D>(), reinterpret_cast<uint16_t*>(p));
+  } else if constexpr (std::is_same_v<T, F16>) {
+    hn::StoreU(NarrowF16(d, v), hn::Rebind<uint16_t, D>(), reinterpret_cast<uint16_t*>(p));
+  } else {
+    hn::StoreU(v, d, p);
+  }
+}
+
+// The first n < Lanes(d) elements; the other lanes are 0.
+template <class D, typename T>
+HWY_INLINE hn::Vec<D> LoadWideN(D d, const T* HWY_RESTRICT p, size_t n) {
+  HWY_ALIGN T buffer[HWY_MAX_BYTES / sizeof(hn::TFromD<D>)] = {};
+  for (size_t i = 0; i < n; ++i) buffer[i] = p[i];
+  return LoadWide(d, buffer);
+}
+
+// The first n < Lanes(d) elements.
+template <class D, typename T>
+HWY_INLINE void StoreNarrowN(D d, hn::Vec<D> v, T* HWY_RESTRICT p, size_t n) {
+  HWY_ALIGN T buffer[HWY_MAX_BYTES / sizeof(hn::TFromD<D>)];
+  StoreNarrow(d, v, buffer);
+  for (size_t i = 0; i < n; ++i) p[i] = buffer[i];
+}
+
+// Calls body(i, load, store) over [0, n) in whole vectors and one partial: load(p) reads at p + i, store(v, p) writes
+// at p + i. One source for body and tail.
+template <class D, class Body>
+HWY_INLINE void ForEachVector(D d, size_t n, const Body& body) {
+  const size_t lanes = hn::Lanes(d);
+  size_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    body([&](const auto* p) HWY_ATTR { return LoadWide(d, p + i); },
+         [&](hn::Vec<D> v, auto* p) HWY_ATTR { StoreNarrow(d, v, p + i); });
+  }
+  if (i < n) {
+    const size_t rest = n - i;
+    body([&](const auto* p) HWY_ATTR { return LoadWideN(d, p + i, rest); },
+         [&](hn::Vec<D> v, auto* p) HWY_ATTR { StoreNarrowN(d, v, p + i, rest); });
+  }
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace jumar
+HWY_AFTER_NAMESPACE();
+
+#endif  // per-target guard
