@@ -1,0 +1,22 @@
+"""The fused operators under their Ascend names, differentiable, for CPU and (through ``torch_npu``) for the card.
+
+Each function calls ``torch.ops.jumar.NAME``, or ``torch.ops.npu.NAME`` when its tensor lies on a real ``npu``.
+"""
+
+from __future__ import annotations
+
+from jumar.ops.rms_norm import (
+    npu_add_rms_norm,
+    npu_gemma_rms_norm,
+    npu_rms_norm,
+    npu_rms_norm_backward,
+    rms_norm_gated,
+)
+
+__all__ = [
+    "npu_add_rms_norm",
+    "npu_gemma_rms_norm",
+    "npu_rms_norm",
+    "npu_rms_norm_backward",
+    "rms_norm_gated",
+]

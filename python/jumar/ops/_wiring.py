@@ -1,0 +1,55 @@
+"""Wires the C++ operators into torch: fake kernels, gradients, dispatch to a real card.
+
+Gradients are operators of their own, so what is registered here only passes tensors along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from jumar._load import NAMESPACES
+
+
+def _names(name: str) -> list[str]:
+    """Qualified names of the operator in every namespace that has it."""
+    return [f"{ns}::{name}" for ns in NAMESPACES if hasattr(getattr(torch.ops, ns), name)]
+
+
+def register_fake(name: str, fake: Callable[..., Any]) -> None:
+    """Registers `fake`, which gives the results' shapes, dtypes and strides, in every namespace."""
+    for qualified in _names(name):
+        torch.library.register_fake(qualified, fake)
+
+
+def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+    """Registers the gradient in every namespace."""
+    for qualified in _names(name):
+        torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+
+
+def forbid_autograd(name: str) -> None:
+    """Makes differentiation of the operator raise an error that names it.
+
+    Used for the backward operators (double backward): without this, torch would hand out undefined gradients after a
+    mere warning.
+    """
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"{name}: not differentiable (double backward is not implemented)")
+
+    register_autograd(name, backward, lambda ctx, inputs, output: None)
+
+
+def resolve(name: str, tensor: torch.Tensor) -> Any:
+    """The operator to call for `tensor`: the card's own for a tensor on a real ``npu``, else the one of this library."""
+    if tensor.device.type == "npu" and "npu" not in NAMESPACES:
+        return getattr(torch.ops.npu, name)
+    return getattr(torch.ops.jumar, name)
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """fp64 for fp64, fp32 for everything else: what kernels compute in and what statistics are stored in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32

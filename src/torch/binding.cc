@@ -1,0 +1,71 @@
+#include "torch/binding.h"
+
+#include "base/check.h"
+
+namespace jumar::binding {
+namespace {
+
+DType ToDType(const char* op, ScalarType type) {
+  switch (type) {
+    case ScalarType::Float:
+      return DType::kF32;
+    case ScalarType::BFloat16:
+      return DType::kBF16;
+    case ScalarType::Half:
+      return DType::kF16;
+    case ScalarType::Double:
+      return DType::kF64;
+    case ScalarType::Int:
+      return DType::kI32;
+    case ScalarType::Long:
+      return DType::kI64;
+    default:
+      Fail(op, "unsupported dtype (torch ScalarType ", static_cast<int>(type),
+           "); float32, bfloat16, float16, float64, int32 and int64 are known");
+  }
+}
+
+}  // namespace
+
+TensorView View(const char* op, const Tensor& tensor) {
+  TensorView view;
+  view.dtype = ToDType(op, tensor.scalar_type());
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  JUMAR_CHECK(op, sizes.size() <= static_cast<size_t>(kMaxRank), "at most ", kMaxRank, " dimensions, got ",
+              sizes.size());
+  view.rank = static_cast<int>(sizes.size());
+  for (int i = 0; i < view.rank; ++i) {
+    view.size[i] = sizes[static_cast<size_t>(i)];
+    view.stride[i] = strides[static_cast<size_t>(i)];
+  }
+  view.data = tensor.data_ptr();
+  return view;
+}
+
+ScalarType ToScalarType(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return ScalarType::Float;
+    case DType::kBF16:
+      return ScalarType::BFloat16;
+    case DType::kF16:
+      return ScalarType::Half;
+    case DType::kF64:
+      return ScalarType::Double;
+    case DType::kI32:
+      return ScalarType::Int;
+    default:
+      return ScalarType::Long;
+  }
+}
+
+Tensor Empty(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype) {
+  return torch::stable::new_empty(like, sizes, ToScalarType(dtype));
+}
+
+Tensor Empty(const Tensor& like, const TensorView& shape, DType dtype) {
+  return Empty(like, std::vector<int64_t>(shape.size, shape.size + shape.rank), dtype);
+}
+
+}  // namespace jumar::binding

@@ -1,0 +1,44 @@
+// Between torch's stable ABI and the kernels: tensors become views, results are allocated, calls are counted.
+// Bindings never compute.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "jumar/runtime.h"
+#include "jumar/tensor.h"
+
+namespace jumar::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// A view of the tensor's memory. Throws Error "op: ..." for a dtype or a rank that no kernel takes.
+TensorView View(const char* op, const Tensor& tensor);
+
+ScalarType ToScalarType(DType dtype);
+
+// A new contiguous tensor on the device of `like`.
+Tensor Empty(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype);
+Tensor Empty(const Tensor& like, const TensorView& shape, DType dtype);
+
+// One operator: its schema without a namespace, its boxed kernel, and whether torch_npu has an operator of that name.
+struct OpEntry {
+  const char* schema;
+  void (*kernel)(StableIValue*, uint64_t, uint64_t);
+  bool vendor_name;
+};
+
+}  // namespace jumar::binding
+
+// Counts a call of the operator `name`, a string literal.
+#define JUMAR_COUNT_CALL(name)               \
+  do {                                       \
+    static ::jumar::CallCounter calls(name); \
+    calls.Add();                             \
+  } while (false)

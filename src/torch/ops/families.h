@@ -1,0 +1,18 @@
+// The operator table: one line per family, each defined in ops/<family>.cc.
+#pragma once
+
+#include <vector>
+
+#include "torch/binding.h"
+
+namespace jumar::binding {
+
+std::vector<OpEntry> RmsNormOps();
+
+inline std::vector<std::vector<OpEntry>> Families() {
+  return {
+      RmsNormOps(),
+  };
+}
+
+}  // namespace jumar::binding
