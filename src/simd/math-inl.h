@@ -25,14 +25,45 @@ HWY_INLINE V ExpOf(D d, V x) {
   return hn::IfThenElse(hn::IsNaN(x), x, bounded);
 }
 
+// e^-|x|, within 1.5 ulp (1.25 with FMA) where the result is normal, correctly scaled below; exactly 0 from |x| = 104
+// (float) on. The result for NaN is unspecified (but no NaN need come out): callers multiply by x anyway.
+//
+// Float: |x| = -n ln2 - r with an integer n <= 0 and |r| <= ln2 / 2, e^-|x| = 2^n e^r. Adding 1.5 * 2^23 rounds to an
+// integer that sits in the low mantissa bits, ready to be added to the exponent; ln2 is split so that n * (first part)
+// is exact. The polynomial is the minimax one of degree 6 (relative error 2.6e-9). The exponent is first raised by 64
+// and the result multiplied by 2^-64, which rounds once when it is subnormal.
+template <class D, class V>
+HWY_INLINE V ExpNegAbs(D d, V x) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8) {
+    return ExpOf(d, hn::Neg(hn::Abs(x)));
+  } else {
+    const hn::RebindToUnsigned<D> du;
+    const V ax = hn::Min(hn::Abs(x), hn::Set(d, 104.0f));
+    const V magic = hn::Set(d, 12582912.0f + 64.0f);
+    const V z = hn::NegMulAdd(ax, hn::Set(d, 1.44269504f), magic);
+    const V n = hn::Sub(z, magic);
+    V r = hn::Neg(hn::MulAdd(n, hn::Set(d, 0.693359375f), ax));
+    r = hn::NegMulAdd(n, hn::Set(d, -2.12194440e-4f), r);
+    V p = hn::Set(d, 0.00140616044f);
+    p = hn::MulAdd(p, r, hn::Set(d, 0.00837910693f));
+    p = hn::MulAdd(p, r, hn::Set(d, 0.0416647693f));
+    p = hn::MulAdd(p, r, hn::Set(d, 0.166663642f));
+    p = hn::MulAdd(p, r, hn::Set(d, 0.500000044f));
+    p = hn::MulAdd(p, r, hn::Set(d, 1.0f));
+    p = hn::MulAdd(p, r, hn::Set(d, 1.0f));
+    const auto scaled = hn::Add(hn::BitCast(du, p), hn::ShiftLeft<23>(hn::BitCast(du, z)));
+    return hn::Mul(hn::BitCast(d, scaled), hn::Set(d, 0x1p-64f));
+  }
+}
+
 // 1 / (1 + e^-x), through e^-|x| so that nothing overflows:  x >= 0: 1 / (1 + e),  x < 0: e / (1 + e).
 // Within 2.5 ulp where the result is normal; 0 and 1 in the limits; NaN for NaN.
 template <class D, class V>
 HWY_INLINE V SigmoidOf(D d, V x) {
   const V one = hn::Set(d, hn::TFromD<D>(1));
-  const V e = ExpOf(d, hn::Neg(hn::Abs(x)));
+  const V e = ExpNegAbs(d, x);
   const V numerator = hn::IfThenElse(hn::Lt(x, hn::Zero(d)), e, one);
-  return hn::Div(numerator, hn::Add(one, e));
+  return hn::IfThenElse(hn::IsNaN(x), x, hn::Div(numerator, hn::Add(one, e)));
 }
 
 // 1 / sqrt(x). Within 1.5 ulp (half from the root, which the reciprocal may double, and half of its own); infinity for
