@@ -1,0 +1,14 @@
+"""Recognisers for Hugging Face models and plain torch modules.
+
+A recogniser decides by what a module *does*: candidates are picked by structure, and confirmed by running the
+module's own code on a tiny random input and comparing with the operator's formula.
+"""
+
+from __future__ import annotations
+
+
+def model_table(names=None) -> str:
+    """The Markdown table of built-in models and what is really replaced in each; see :mod:`jumar.hf.table`."""
+    from jumar.hf.table import model_table as table
+
+    return table(names)

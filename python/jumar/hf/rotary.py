@@ -1,0 +1,166 @@
+"""Recognise rotary functions: which lanes pair up, where the tables come from, what type comes out."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+
+import torch
+
+from jumar.hf import probe
+
+#: Arguments after (q, k, cos, sin) that a known form takes.
+_FORMS = {
+    (): "vision",
+    ("unsqueeze_dim",): "plain",
+    ("position_ids", "unsqueeze_dim"): "positions",
+    ("mrope_section", "unsqueeze_dim"): "sections",
+}
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotary function's behaviour; ``names`` are its argument names, ``defaults`` those of its last arguments."""
+
+    form: str
+    mode: str
+    dtype_rule: str
+    axis: int
+    names: tuple[str, ...]
+    defaults: tuple
+
+
+def looks_rotary(name: str, value) -> bool:
+    """Whether a global that a method refers to is worth probing; never enough to replace it."""
+    lowered = name.lower()
+    if (
+        not callable(value)
+        or isinstance(value, type)
+        or not ("rotary" in lowered or "rope" in lowered)
+    ):
+        return False
+    return bool({"cos", "sin", "freqs_cis", "rope_cache"} & {p.name for p in _parameters(value)})
+
+
+def _parameters(value) -> list[inspect.Parameter]:
+    """The arguments of a function, or of the module that a decorator has made of one."""
+    try:
+        return list(
+            inspect.signature(
+                value.forward if isinstance(value, torch.nn.Module) else value
+            ).parameters.values()
+        )
+    except (TypeError, ValueError):
+        return []
+
+
+def recognise(value) -> Rotary | str:
+    """What the rotary function ``value`` does, or why it has no operator."""
+    parameters = _parameters(value)
+    names = tuple(p.name for p in parameters)
+    form = _FORMS.get(names[4:])
+    if (
+        form is None
+        or len(names) < 4
+        or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters)
+    ):
+        return f"no known form of rotary function takes ({', '.join(names)})"
+    defaults = tuple(p.default for p in parameters if p.default is not inspect.Parameter.empty)
+    try:
+        axis, mode = _behaviour(value, form)
+        if not mode:
+            return "does not compute x * cos + rotate(x) * sin, with halves or neighbours as pairs"
+        return Rotary(form, mode, _dtype_rule(value, form, axis), axis, names, defaults)
+    except probe.ProbeFailed as error:
+        return str(error)
+
+
+_BATCH, _HEADS, _TOKENS, _WIDTH = 2, 3, 5, 12
+_SECTIONS = [1, 2, 3]
+
+
+def rotate(x: torch.Tensor, mode: str) -> torch.Tensor:
+    """The other half of the rotation: halves (-x2, x1), or neighbours (-x[2i+1], x[2i])."""
+    if mode == "half":
+        a, b = x.chunk(2, -1)
+        return torch.cat((-b, a), -1)
+    return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
+
+
+def select_sections(table: torch.Tensor, section: list[int]) -> torch.Tensor:
+    """[3, B, S, D] tables -> [B, S, D]: time, height and width own the channel blocks that ``section`` gives."""
+    return torch.cat(
+        [part[i % 3] for i, part in enumerate(table.split(section * 2, dim=-1))], dim=-1
+    )
+
+
+def _call(value, form: str, q, k, cos, sin, axis: int | None, positions=None):
+    def function():
+        if form == "vision":
+            return value(q, k, cos, sin)
+        extra = {} if axis is None else {"unsqueeze_dim": axis}
+        if form == "sections":
+            extra["mrope_section"] = _SECTIONS
+        elif positions is not None:
+            extra["position_ids"] = positions
+        return value(q, k, cos, sin, **extra)
+
+    try:
+        with probe.quiet():
+            out = function()
+    except Exception as error:
+        raise probe.ProbeFailed(probe.describe(error).replace("its forward", "it")) from error
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise probe.ProbeFailed("it does not return two tensors")
+    return out
+
+
+def _tables(form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin: random, with halves that differ, so that nothing but the exact formula fits."""
+    lead = {"vision": (_TOKENS,), "sections": (3, _BATCH, _TOKENS)}.get(form, (_BATCH, _TOKENS))
+    return probe.randn(*lead, _WIDTH, seed=11), probe.randn(*lead, _WIDTH, seed=12)
+
+
+def _behaviour(value, form: str) -> tuple[int, str]:
+    """(the axis at which tables get their head dimension by default, pairing) or (0, "")."""
+    cos, sin = _tables(form)
+    if form == "vision":
+        q, k = (
+            probe.randn(_TOKENS, _HEADS, _WIDTH, seed=13),
+            probe.randn(_TOKENS, 1, _WIDTH, seed=14),
+        )
+        layouts = {-2: (q, k)}
+    else:
+        q = probe.randn(_BATCH, _HEADS, _TOKENS, _WIDTH, seed=13)
+        k = probe.randn(_BATCH, 1, _TOKENS, _WIDTH, seed=14)
+        layouts = {1: (q, k), 2: (q.transpose(1, 2), k.transpose(1, 2))}
+    for mode in ("half", "interleave"):
+        fits = []
+        for axis, (a, b) in layouts.items():
+            c, s = (
+                (select_sections(t, _SECTIONS) for t in (cos, sin))
+                if form == "sections"
+                else (cos, sin)
+            )
+            c, s = c.double().unsqueeze(axis), s.double().unsqueeze(axis)
+            expected = [t.double() * c + rotate(t.double(), mode) * s for t in (a, b)]
+            outs = [_call(value, form, a, b, cos, sin, axis)]
+            if form == "positions":
+                # An argument that changes nothing, in the versions where it is one.
+                positions = torch.arange(_TOKENS, device="cpu").flip(0).expand(_BATCH, -1)
+                outs.append(_call(value, form, a, b, cos, sin, axis, positions))
+            fits.append(
+                all(probe.same(o, e) for out in outs for o, e in zip(out, expected, strict=True))
+            )
+        if all(fits):
+            return next(iter(layouts)), mode
+    return 0, ""
+
+
+def _dtype_rule(value, form: str, axis: int) -> str:
+    """What bf16 input and fp32 tables give: the wider type (``"promote"``) or the ``"input"``'s."""
+    cos, sin = _tables(form)
+    shape = (_TOKENS, _HEADS, _WIDTH) if form == "vision" else (_BATCH, _HEADS, _TOKENS, _WIDTH)
+    q = probe.randn(*shape, seed=13).bfloat16()
+    out = _call(value, form, q, q, cos, sin, None if form == "vision" else axis)
+    return "promote" if out[0].dtype == torch.float32 else "input"
