@@ -12,6 +12,7 @@ from jumar.ops.rms_norm import (
     npu_rms_norm_backward,
     rms_norm_gated,
 )
+from jumar.ops.ulp_error import ulp_error
 
 __all__ = [
     "npu_add_rms_norm",
@@ -19,4 +20,5 @@ __all__ = [
     "npu_rms_norm",
     "npu_rms_norm_backward",
     "rms_norm_gated",
+    "ulp_error",
 ]

@@ -8,10 +8,12 @@
 namespace jumar::binding {
 
 std::vector<OpEntry> RmsNormOps();
+std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
       RmsNormOps(),
+      UlpErrorOps(),
   };
 }
 
