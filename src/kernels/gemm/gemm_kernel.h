@@ -1,0 +1,95 @@
+// The parts that matrix products are made of (gemm, grouped matmul): packers and a block product, one set per
+// instruction set, behind plain functions.
+//
+// A block of A, `rows` x kc, is packed into panels of `mr` rows: within a panel, the mr values of each k are adjacent.
+// B likewise into panels of `nr` columns. The padding of a panel holds arbitrary finite or copied values in row
+// direction (its products are never stored) and zeros in k direction.
+#pragma once
+
+#include <cstdint>
+
+#include "jumar/tensor.h"
+
+namespace jumar {
+
+// One operand: element (r, k) is at r * row_stride + k * k_stride; r is m for A and n for B.
+struct GemmOperand {
+  const void* data = nullptr;
+  DType dtype = DType::kF32;
+  int64_t rows = 0;
+  int64_t k = 0;
+  int64_t row_stride = 0;
+  int64_t k_stride = 0;
+};
+
+// Rows [row, row + rows) by [k, k + kc) of an operand become ceil(rows / panel width) panels, `panel` packed elements
+// apart. Reads may touch rows beyond row + rows where the operand has them.
+struct GemmPack {
+  const GemmOperand* operand;
+  int64_t row;
+  int64_t rows;
+  int64_t k;
+  int64_t kc;
+  int64_t panel;
+  void* out;
+};
+
+// c[0..m) x [0..n) (+)= A block * B block, in the accumulation type; nothing else of c is touched.
+struct GemmBlock {
+  int64_t m;
+  int64_t n;
+  int64_t kc;
+  const void* a;
+  int64_t a_panel;
+  const void* b;
+  int64_t b_panel;
+  void* c;
+  int64_t ldc;
+  bool accumulate;
+};
+
+// out[i, j] = round(acc[i, j] + bias); bias is per column, or per row when bias_per_row; null: none.
+struct GemmStore {
+  const void* acc;
+  int64_t ld_acc;
+  int64_t m;
+  int64_t n;
+  const void* bias;
+  bool bias_per_row;
+  void* out;
+  DType dtype;
+  int64_t row_stride;
+  int64_t col_stride;
+};
+
+struct GemmKernel {
+  int mr;            // rows of an A panel
+  int nr;            // columns of a B panel
+  int kc;            // longest K block
+  int k_step;        // packed K is a multiple of this
+  DType acc;         // kF32 or kF64
+  int packed_bytes;  // per packed element
+  void (*pack_a)(const GemmPack&);
+  void (*pack_b)(const GemmPack&);
+  void (*multiply)(const GemmBlock&);
+  void (*store)(const GemmStore&);
+
+  // Packed elements from one panel to the next; the slack takes whole-vector stores at the end of a panel.
+  int64_t PanelStride(int width, int64_t kc_used) const {
+    const int64_t k = (kc_used + k_step - 1) / k_step * k_step;
+    return (k * width + 63) / 64 * 64 + 64;
+  }
+};
+
+// The best kernel under the SIMD cap for these input dtypes (both fp64, or neither).
+const GemmKernel& ChooseGemmKernel(DType a, DType b);
+
+// Instruction-set files; null where they were not compiled. They take `store` from the base kernel.
+const GemmKernel* GemmKernelAvx512Bf16(const GemmKernel& base);
+const GemmKernel* GemmKernelAmx(const GemmKernel& base);
+
+// out[i, j] of a product of operands, driven in parallel; see Gemm for the numbers. `store.acc`, `ld_acc` are ignored.
+// store.m = a.rows, store.n = b.rows; bias in the accumulation type.
+void GemmRun(const GemmKernel& kernel, const GemmOperand& a, const GemmOperand& b, const GemmStore& store);
+
+}  // namespace jumar
