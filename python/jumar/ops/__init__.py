@@ -5,6 +5,7 @@ Each function calls ``torch.ops.jumar.NAME``, or ``torch.ops.npu.NAME`` when its
 
 from __future__ import annotations
 
+from jumar.ops.linear import npu_linear, npu_linear_backward
 from jumar.ops.rms_norm import (
     npu_add_rms_norm,
     npu_gemma_rms_norm,
@@ -17,6 +18,8 @@ from jumar.ops.ulp_error import ulp_error
 __all__ = [
     "npu_add_rms_norm",
     "npu_gemma_rms_norm",
+    "npu_linear",
+    "npu_linear_backward",
     "npu_rms_norm",
     "npu_rms_norm_backward",
     "rms_norm_gated",

@@ -7,11 +7,13 @@
 
 namespace jumar::binding {
 
+std::vector<OpEntry> LinearOps();
 std::vector<OpEntry> RmsNormOps();
 std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
+      LinearOps(),
       RmsNormOps(),
       UlpErrorOps(),
   };

@@ -1,0 +1,114 @@
+"""``npu_linear``: x · Wᵀ + b on the packed matrix product. See docs/ops/npu_linear.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jumar.ops._wiring import NAMESPACES, forbid_autograd, register_autograd, register_fake, resolve
+
+
+def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``y[.., o] = sum_i input[.., i] * weight[o, i] + bias[o]``, summed in fp32 and rounded once.
+
+    Args:
+        input: [.., I], fp32, bf16, fp16 or fp64, any strides.
+        weight: [O, I] of input's dtype; bias: [O] of input's dtype, or None.
+
+    Returns:
+        [.., O] of input's dtype. Differentiable in all three arguments; only the gradients that are needed are computed.
+        Under autocast the arguments are cast as those of ``torch.nn.functional.linear`` are.
+
+    Raises:
+        RuntimeError: sizes or dtypes do not fit.
+    """
+    return resolve("npu_linear", input)(input, weight, bias)
+
+
+def npu_linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of :func:`npu_linear` for input and weight: ``grad · W`` [.., I] and ``gradᵀ · input`` [O, I]."""
+    return resolve("npu_linear_backward", input)(grad, input, weight)
+
+
+def _check(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
+        raise RuntimeError(f"{op}: input {list(input.shape)} does not go with weight {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise RuntimeError(f"{op}: bias {list(bias.shape)} does not go with weight {list(weight.shape)}")
+
+
+def _fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    _check("npu_linear", input, weight, bias)
+    return input.new_empty((*input.shape[:-1], weight.shape[0]))
+
+
+def _dgrad_fake(grad: Tensor, weight: Tensor) -> Tensor:
+    return grad.new_empty((*grad.shape[:-1], weight.shape[1]))
+
+
+def _wgrad_fake(grad: Tensor, input: Tensor) -> Tensor:
+    return input.new_empty((grad.shape[-1], input.shape[-1]))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, weight, bias = inputs
+    # Each gradient needs the other operand only; a frozen weight keeps no activations alive.
+    ctx.save_for_backward(
+        input if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None
+    )
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight = ctx.saved_tensors
+    # torch drops a trailing argument that has its default.
+    need_input, need_weight, need_bias = (*ctx.needs_input_grad, False)[:3]
+    if grad.device.type == "npu" and "npu" not in NAMESPACES:
+        dx, dw = (grad @ weight if need_input else None), None
+        if need_weight:
+            dw = grad.flatten(0, -2).T @ input.flatten(0, -2)
+        return dx, dw, grad.flatten(0, -2).sum(0) if need_bias else None
+    return (
+        torch.ops.jumar.linear_dgrad(grad, weight) if need_input else None,
+        torch.ops.jumar.linear_wgrad(grad, input) if need_weight else None,
+        torch.ops.jumar.linear_bias_grad(grad) if need_bias else None,
+    )
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Autocast's rule: floating tensors other than fp64 are cast."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _autocast(namespace: str) -> Any:
+    op = getattr(torch.ops, namespace).npu_linear.default
+    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        dtype = torch.get_autocast_dtype("cpu")
+        with torch._C._ExcludeDispatchKeyGuard(excluded):
+            return op(_cast(input, dtype), _cast(weight, dtype), _cast(bias, dtype))
+
+    return linear
+
+
+register_fake("npu_linear", _fake)
+register_fake(
+    "npu_linear_backward",
+    lambda grad, input, weight: (_dgrad_fake(grad, weight), _wgrad_fake(grad, input)),
+)
+register_fake("linear_dgrad", _dgrad_fake)
+register_fake("linear_wgrad", _wgrad_fake)
+register_fake("linear_bias_grad", lambda grad: grad.new_empty(grad.shape[-1:]))
+register_autograd("npu_linear", _backward, _setup)
+for _name in ("npu_linear_backward", "linear_dgrad", "linear_wgrad", "linear_bias_grad"):
+    forbid_autograd(_name)
+
+# Libraries unregister their kernels when they are collected.
+_libraries = []
+for _namespace in NAMESPACES:
+    _libraries.append(torch.library.Library(_namespace, "IMPL"))
+    _libraries[-1].impl("npu_linear", _autocast(_namespace), "AutocastCPU")
