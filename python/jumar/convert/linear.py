@@ -9,6 +9,7 @@ from jumar import ops
 from jumar.convert import swap
 from jumar.convert.registry import ModuleConverter, register
 from jumar.convert.verdict import Match, Miss
+from jumar.hf import probe
 
 
 class LinearConverter(ModuleConverter):
@@ -29,6 +30,12 @@ class LinearConverter(ModuleConverter):
         if not weight.is_floating_point():
             return Miss(f"its weight has the type {weight.dtype}")
         return Match("npu_linear", ())
+
+    def trial_parts(self, module, key):
+        bias = None if module.bias is None else probe.randn(5, seed=26)
+        return {"parameters": {"weight": probe.randn(5, 7, seed=25), "bias": bias}}, (
+            probe.randn(2, 3, 7, seed=27),
+        )
 
     def namespace(self, key, base):
         def forward(self, input):

@@ -9,6 +9,7 @@ from torch import nn
 from jumar.convert.errors import ConverterError
 from jumar.convert.registry import known_converters, resolve
 from jumar.convert.report import Report, Site
+from jumar.convert.verify import verify_sites
 
 
 class Plan:
@@ -38,8 +39,7 @@ class Plan:
             if missing:
                 raise ConverterError(_nothing(missing, report))
         if verify:
-            for site in report.replaced:
-                self.converters[site.converter].check(site)
+            verify_sites(self.converters, report.replaced)
         done: list[Site] = []
         try:
             for site in report.replaced:

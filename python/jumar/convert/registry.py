@@ -20,6 +20,8 @@ from jumar.convert import swap
 from jumar.convert.errors import ConverterError
 from jumar.convert.report import Site
 from jumar.convert.verdict import Match, Verdict
+from jumar.convert.verify import Trial
+from jumar.hf import probe
 
 ALREADY = "already converted"
 
@@ -36,12 +38,16 @@ class Converter(abc.ABC):
     def plan(self, model: nn.Module) -> Iterable[Site]:
         """Every site and near miss in ``model``; changes nothing."""
 
-    def check(self, site: Site) -> None:
-        """Compare the replacement with the original on small random input; raise ConverterError if they differ."""
+    def trials(self, site: Site) -> Iterable[Trial]:
+        """What ``verify`` runs for a planned site; none by default."""
+        return ()
 
 
 class ModuleConverter(Converter):
-    """A converter that gives single modules new methods (see :mod:`jumar.convert.swap`)."""
+    """A converter that gives single modules new methods (see :mod:`jumar.convert.swap`).
+
+    ``trial_parts`` gives what :func:`jumar.hf.probe.stand_in` exchanges for a trial, and the trial's inputs.
+    """
 
     @abc.abstractmethod
     def recognise(self, module: nn.Module) -> Verdict:
@@ -50,6 +56,25 @@ class ModuleConverter(Converter):
     @abc.abstractmethod
     def namespace(self, key: tuple, base: type) -> dict:
         """The attributes of the replacement class that derives from ``base``, for a Match's ``key``."""
+
+    def trial_parts(self, module: nn.Module, key: tuple) -> tuple[dict, tuple] | None:
+        """(arguments for ``stand_in``, inputs) of a small trial of the whole module, or None for no trial."""
+        return None
+
+    def trials(self, site: Site) -> Iterable[Trial]:
+        module, patch = site.action.module, site.action.patch
+        parts = self.trial_parts(module, patch.key)
+        if parts is not None:
+            exchanged, inputs = parts
+            before, after = (probe.stand_in(module, **exchanged) for _ in range(2))
+            after.__dict__["_parameters"] = before._parameters
+            after.__class__ = swap.patched_class(module, patch)
+            leaves = (before._parameters[name] for name in exchanged.get("parameters", ()))
+            yield Trial(
+                lambda *x: type(before).forward(before, *x[: len(inputs)]),
+                lambda *x: type(after).forward(after, *x[: len(inputs)]),
+                (*inputs, *(leaf for leaf in leaves if leaf is not None)),
+            )
 
     def plan(self, model: nn.Module) -> Iterable[Site]:
         for path, module in model.named_modules():

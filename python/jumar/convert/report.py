@@ -152,10 +152,10 @@ class Report:
         return self.table()
 
     def __str__(self) -> str:
-        console = Console(width=140, no_color=True, highlight=False)
+        console = Console(width=160, no_color=True, highlight=False)
         with console.capture() as capture:
             console.print(self.table())
-        return capture.get()
+        return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
     def __repr__(self) -> str:
         return f"<Report: {self.summary()}>"

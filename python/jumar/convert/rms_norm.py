@@ -58,6 +58,13 @@ class RmsNormConverter(ModuleConverter):
     def recognise(self, module):
         return norms.recognise(module)
 
+    def trial_parts(self, module, key):
+        width = module.weight.numel()
+        inputs = [
+            probe.randn(3, width, seed=seed) for seed in ((21, 22) if key[0] == "gated" else (21,))
+        ]
+        return {"parameters": {"weight": probe.randn(width, seed=23)}}, tuple(inputs)
+
     def namespace(self, key, base):
         kind, epsilon, default, rule = key
         if kind == "gated":

@@ -110,6 +110,13 @@ class RopeConverter(ModuleConverter):
             return Miss(str(error))
         return Match("npu_rotary_mul", tuple(sorted(good.items())))
 
+    def trials(self, site):
+        used: dict[str, object] = {}
+        for _, method in forwards.methods(type(site.action.module), nn.Module):
+            used = {**forwards.globals_used(method), **used}
+        for name, found in site.action.patch.key:
+            yield rotary.trial(found, used[name], _make_function(found))
+
     def namespace(self, key, base):
         functions = {name: _make_function(found) for name, found in key}
         spaces: dict[int, dict] = {}

@@ -89,6 +89,13 @@ def converted_class(original: type, patches: tuple[Patch, ...]) -> type:
     return cls
 
 
+def patched_class(module: nn.Module, patch: Patch) -> type:
+    """The class that ``patch`` would give the module."""
+    conversion = conversion_of(module)
+    patches = conversion.patches if conversion else ()
+    return converted_class(original_class(module), (*patches, patch))
+
+
 def _reduce_ex(self: nn.Module, protocol: int):
     cls = type(self)
     original, patches = cls.__jumar__.original, cls.__jumar__.patches
@@ -144,9 +151,8 @@ class SwapAction:
     _forward: Any = None
 
     def apply(self) -> None:
-        module, conversion = self.module, conversion_of(self.module)
-        patches = conversion.patches if conversion else ()
-        cls = converted_class(original_class(module), (*patches, self.patch))
+        module = self.module
+        cls = patched_class(module, self.patch)
         if _forward_bound_to_self(module):
             self._forward = module.__dict__.pop("forward")
         module.__class__ = cls

@@ -27,6 +27,10 @@ class SwigluConverter(ModuleConverter):
     def recognise(self, module):
         return mlp.recognise(module)
 
+    def trial_parts(self, module, key):
+        children, x = mlp.stand_ins(module, key)
+        return {"children": children}, (x,)
+
     def namespace(self, key, base):
         return {"forward": probe.adopt_signature(_make_forward(*key), base)}
 

@@ -125,10 +125,8 @@ def _holds(cell: types.CellType, value) -> bool:
 def _own_globals(origin: dict, replacements: dict[str, object], spaces: dict[int, dict]) -> dict:
     space = spaces.get(id(origin))
     if space is None:
-        name = "_jumar_globals_%d_%s" % (
-            next(_numbers),
-            re.sub(r"\W", "_", str(origin.get("__name__", ""))),
-        )
+        label = re.sub(r"\W", "_", str(origin.get("__name__", "")))
+        name = f"_jumar_globals_{next(_numbers)}_{label}"
         module = types.ModuleType(name, "Globals of converted methods.")
         space = module.__dict__
         space.update({key: value for key, value in origin.items() if key not in _OWN})

@@ -43,6 +43,18 @@ def _width(projection: nn.Module, names: tuple[str, ...], default: int) -> int:
     return next((size for size in sizes if isinstance(size, int) and size > 0), default)
 
 
+def stand_ins(
+    module: nn.Module, names: tuple[str, ...]
+) -> tuple[dict[str, nn.Module], torch.Tensor]:
+    """Children of the module's own widths for the three projections, and an input for them."""
+    gate, down = module._modules[names[0]], module._modules[names[2]]
+    hidden = _width(gate, ("in_features",), 6)
+    inner = _width(gate, ("out_features",), 10)
+    outer = _width(down, ("out_features",), hidden)
+    layers = _Gather(hidden, inner, 5), _Gather(hidden, inner, 6), _Gather(inner, outer, 7)
+    return dict(zip(names, layers, strict=True)), probe.randn(2, 3, hidden, seed=4)
+
+
 def recognise(module: nn.Module) -> Verdict:
     """Match with key = the three attribute names, a Miss for a gated MLP of another kind, None for anything else."""
     names = next(
@@ -50,7 +62,6 @@ def recognise(module: nn.Module) -> Verdict:
     )
     if names is None:
         return None
-    gate, up, down = (module._modules[name] for name in names)
     arguments = probe.tensor_arguments(type(module))
     if arguments is None or len(arguments[0]) != 1 or arguments[1]:
         return Miss("its forward takes other arguments than (x)")
@@ -61,23 +72,18 @@ def recognise(module: nn.Module) -> Verdict:
     ]
     if hooked:
         return Miss(f"{hooked[0]} has hooks, which the operator would not run")
-    hidden = _width(gate, ("in_features",), 6)
-    inner = _width(gate, ("out_features",), 10)
-    outer = _width(down, ("out_features",), hidden)
-    x = probe.randn(2, 3, hidden, seed=4)
     for training in (False, True):
-        stand_ins = [_Gather(hidden, inner, 5), _Gather(hidden, inner, 6), _Gather(inner, outer, 7)]
-        copy = probe.stand_in(
-            module, children=dict(zip(names, stand_ins, strict=True)), training=training
-        )
+        children, x = stand_ins(module, names)
+        copy = probe.stand_in(module, children=children, training=training)
         try:
             out = probe.run(copy, x)
         except probe.ProbeFailed as error:
             return Miss(str(error))
-        calls = [layer.calls for layer in stand_ins]
+        layers = list(children.values())
+        calls = [layer.calls for layer in layers]
         if calls != [1, 1, 1]:
             return Miss(f"its forward calls {', '.join(names)} {calls} times, not once each")
-        found = _activation(out, x.double(), *stand_ins)
+        found = _activation(out, x.double(), *layers)
         if found != "SiLU":
             return Miss(
                 found if found.startswith("does not") else f"its activation is {found}, not SiLU"

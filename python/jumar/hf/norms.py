@@ -35,7 +35,7 @@ def recognise(module: nn.Module) -> Verdict:
     if weight is None:
         return Miss("has no weight: the operator needs a gamma")
     if others:
-        return Miss(f"has a parameter {others[0]!r} besides the weight: not an RMS norm")
+        return Miss(f"has a {others[0]}, which an RMS norm has not")
     if isinstance(weight, nn.parameter.UninitializedParameter):
         return Miss("its weight is not initialised yet")
     if weight.ndim != 1 or weight.numel() == 0:

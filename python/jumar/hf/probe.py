@@ -102,13 +102,15 @@ def rename_arguments(function, names: list[str]):
     count = code.co_argcount
     if len(names) != count:
         raise ValueError(f"{function.__name__} takes {count} arguments, not {names}")
-    renamed = dict(zip(code.co_varnames[:count], names, strict=True))
-    clash = set(names) & (set(code.co_varnames[count:]) | set(code.co_freevars))
-    if clash:
-        raise ValueError(f"{function.__name__}: {clash} name other variables of it")
+    # Other variables that happen to have one of the new names step aside; bytecode knows them by index.
+    renamed = {
+        name: f"_{name}" for name in {*code.co_varnames[count:], *code.co_freevars} if name in names
+    }
+    renamed |= dict(zip(code.co_varnames[:count], names, strict=True))
     function.__code__ = code.replace(
-        co_varnames=(*names, *code.co_varnames[count:]),
+        co_varnames=(*names, *(renamed.get(name, name) for name in code.co_varnames[count:])),
         co_cellvars=tuple(renamed.get(name, name) for name in code.co_cellvars),
+        co_freevars=tuple(renamed.get(name, name) for name in code.co_freevars),
     )
     return function
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from jumar.convert.verify import Trial
 from jumar.hf import probe
 
 #: Arguments after (q, k, cos, sin) that a known form takes.
@@ -124,15 +125,10 @@ def _tables(form: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _behaviour(value, form: str) -> tuple[int, str]:
     """(the axis at which tables get their head dimension by default, pairing) or (0, "")."""
     cos, sin = _tables(form)
+    q, k = _inputs(form)
     if form == "vision":
-        q, k = (
-            probe.randn(_TOKENS, _HEADS, _WIDTH, seed=13),
-            probe.randn(_TOKENS, 1, _WIDTH, seed=14),
-        )
         layouts = {-2: (q, k)}
     else:
-        q = probe.randn(_BATCH, _HEADS, _TOKENS, _WIDTH, seed=13)
-        k = probe.randn(_BATCH, 1, _TOKENS, _WIDTH, seed=14)
         layouts = {1: (q, k), 2: (q.transpose(1, 2), k.transpose(1, 2))}
     for mode in ("half", "interleave"):
         fits = []
@@ -157,10 +153,28 @@ def _behaviour(value, form: str) -> tuple[int, str]:
     return 0, ""
 
 
+def _inputs(form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """q and k in the default layout, with one head for k."""
+    if form == "vision":
+        shapes = (_TOKENS, _HEADS, _WIDTH), (_TOKENS, 1, _WIDTH)
+    else:
+        shapes = (_BATCH, _HEADS, _TOKENS, _WIDTH), (_BATCH, 1, _TOKENS, _WIDTH)
+    return probe.randn(*shapes[0], seed=13), probe.randn(*shapes[1], seed=14)
+
+
+def trial(found: Rotary, value, replacement) -> Trial:
+    """The original function and its replacement on the same q, k and tables."""
+    extra = {"mrope_section": _SECTIONS} if found.form == "sections" else {}
+    return Trial(
+        lambda q, k, cos, sin: value(q, k, cos, sin, **extra),
+        lambda q, k, cos, sin: replacement(q, k, cos, sin, **extra),
+        (*_inputs(found.form), *_tables(found.form)),
+    )
+
+
 def _dtype_rule(value, form: str, axis: int) -> str:
     """What bf16 input and fp32 tables give: the wider type (``"promote"``) or the ``"input"``'s."""
     cos, sin = _tables(form)
-    shape = (_TOKENS, _HEADS, _WIDTH) if form == "vision" else (_BATCH, _HEADS, _TOKENS, _WIDTH)
-    q = probe.randn(*shape, seed=13).bfloat16()
+    q = _inputs(form)[0].bfloat16()
     out = _call(value, form, q, q, cos, sin, None if form == "vision" else axis)
     return "promote" if out[0].dtype == torch.float32 else "input"

@@ -1,0 +1,684 @@
+"""The registry, plans, reports and undo, on plain torch modules; and the swap underneath."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import pickle
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import jumar
+from jumar import ops
+from jumar.convert import (
+    Converter,
+    ConverterError,
+    Match,
+    Miss,
+    ModuleConverter,
+    Site,
+    known_converters,
+    plan,
+    register,
+    registry,
+    resolve,
+    revert,
+    swap,
+)
+
+
+class Norm(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width))
+        self.eps = 1e-6
+
+    def forward(self, x):
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Mlp(nn.Module):
+    def __init__(self, act=F.silu):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 12), nn.Linear(8, 12, bias=False)
+        self.down_proj = nn.Linear(12, 8)
+        self.act = act
+
+    def forward(self, x):
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mlp = Norm(), Mlp()
+
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block())
+
+
+X = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def scratch_registry(monkeypatch):
+    """Converters that a test registers are gone after it."""
+    known_converters()
+    monkeypatch.setattr(registry, "_converters", dict(registry._converters))
+    monkeypatch.setattr(registry, "_aliases", dict(registry._aliases))
+
+
+# ---- names ----
+
+
+def test_known_names():
+    assert list(known_converters()) == ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear"]
+    for alias, name in {
+        "rms_norm": "npu_rms_norm",
+        "rotary": "npu_rope",
+        "swiglu": "npu_swiglu",
+    }.items():
+        assert resolve(alias)[0] is known_converters()[name]
+    assert resolve("npu_rope") == (known_converters()["npu_rope"], False)
+    assert resolve("npu_rope?") == (known_converters()["npu_rope"], True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [
+        ("npu_rmsnorm", "npu_rms_norm"),
+        ("npu_ropes?", "npu_rope"),
+        ("swigl", "swiglu"),
+        ("NPU_LINEAR", None),
+    ],
+)
+def test_unknown_name_gives_the_nearest(wrong, near):
+    with pytest.raises(ConverterError, match="unknown converter") as error:
+        jumar.convert(model(), ["npu_rms_norm", wrong])
+    if near:
+        assert f"did you mean {near!r}?" in str(error.value)
+    assert "npu_rms_norm, npu_rope" in str(error.value)
+
+
+def test_unknown_name_changes_nothing():
+    m = model()
+    with pytest.raises(ConverterError):
+        jumar.convert(m, ["npu_linear", "npu_nothing"])
+    assert revert(m) == 0
+
+
+@pytest.mark.parametrize("bad", [None, 3])
+def test_bad_arguments(bad):
+    with pytest.raises(ConverterError, match="named by a string"):
+        jumar.convert(model(), [bad])
+    with pytest.raises(ConverterError, match="must be a torch.nn.Module"):
+        jumar.convert(bad, ["npu_linear"])
+
+
+def test_convert_is_the_package_and_the_function():
+    import jumar.convert as package
+
+    assert package is sys.modules["jumar.convert"]
+    assert repr(jumar.convert(model(), "npu_linear")) == "<Report: 6 sites replaced, 0 skipped>"
+    assert repr(package.convert(model(), ["linear"])) == "<Report: 6 sites replaced, 0 skipped>"
+
+
+# ---- plan, report, strict ----
+
+
+def test_plan_changes_nothing():
+    m = model()
+    dry = plan(m, ["npu_rms_norm", "npu_swiglu"])
+    assert revert(m) == 0
+    assert len(dry.report().replaced) == 4
+    assert len(dry.apply().replaced) == 4
+    assert revert(m) == 4
+
+
+def test_report_lists_every_site():
+    m = model()
+    m.append(nn.LayerNorm(8))
+    report = jumar.convert(m, ["npu_rms_norm", "npu_linear", "npu_rope"])
+    assert report.counts() == {
+        "npu_rms_norm": {"replaced": 2, "skipped": 1},
+        "npu_linear": {"replaced": 6, "skipped": 0},
+        "npu_rope": {"replaced": 0, "skipped": 0},
+    }
+    assert report.unmatched == ["npu_rope"]
+    data = json.loads(report.to_json())
+    assert data == report.to_dict()
+    assert data["sites"][0] == {
+        "path": "0.norm",
+        "module_class": "Norm",
+        "converter": "npu_rms_norm",
+        "operator": "npu_rms_norm",
+        "status": "replaced",
+        "reason": "",
+    }
+    assert data["sites"][2]["path"] == "2"
+    assert data["sites"][2]["reason"] == "has a bias, which an RMS norm has not"
+    text = str(report)
+    assert "8 sites replaced, 1 skipped" in text
+    for part in ("*.mlp.gate_proj", "skipped: has a bias", "matched nothing"):
+        assert part in text
+
+
+def test_report_as_rich_table():
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))
+    console.print(jumar.convert(model(), ["npu_rms_norm"]))
+    assert "*.norm" in console.export_text()
+    console.print(jumar.convert(model(), ["npu_rms_norm"]).table(full=True))
+    assert "1.norm" in console.export_text()
+
+
+def test_strict_raises_on_a_converter_that_matched_nothing():
+    m = model()
+    with pytest.raises(ConverterError, match="npu_rope matched nothing"):
+        jumar.convert(m, ["npu_rms_norm", "npu_rope"], strict=True)
+    assert revert(m) == 0  # all or nothing
+    assert jumar.convert(m, ["npu_rms_norm", "npu_rope?"], strict=True).unmatched == ["npu_rope"]
+
+
+def test_strict_names_near_misses():
+    with pytest.raises(ConverterError, match="near misses: LayerNorm: has a bias"):
+        jumar.convert(nn.Sequential(nn.LayerNorm(4)), ["npu_rms_norm"], strict=True)
+
+
+def test_kernelize_takes_what_applies():
+    report = jumar.kernelize(model())
+    assert {name: c["replaced"] for name, c in report.counts().items()} == {
+        "npu_rms_norm": 2,
+        "npu_rope": 0,
+        "npu_swiglu": 2,
+        "npu_linear": 6,
+    }
+    with pytest.raises(ConverterError, match="matched nothing"):
+        jumar.kernelize(nn.Sequential(nn.ReLU()), strict=True)
+    assert jumar.kernelize(nn.Sequential(nn.ReLU())).sites == []
+
+
+def test_order_and_repetition_of_names_do_not_matter():
+    names = ["npu_linear", "swiglu", "npu_swiglu", "npu_rms_norm"]
+    a, b = model(), model()
+    jumar.convert(a, names)
+    jumar.convert(b, reversed(names))
+    assert [type(x) for x in a.modules()] == [type(x) for x in b.modules()]
+
+
+def test_the_model_itself_may_be_the_site():
+    norm = Norm()
+    report = jumar.convert(norm, ["npu_rms_norm"])
+    assert report.sites[0].path == "" and "(the model)" in str(report)
+    report.undo()
+    assert type(norm) is Norm
+
+
+# ---- the swap ----
+
+
+def test_class_keeps_its_name_and_ancestry():
+    m = model()
+    jumar.kernelize(m)
+    norm = m[0].norm
+    assert type(norm) is not Norm and isinstance(norm, Norm)
+    assert type(norm).__name__ == "Norm" and type(norm).__qualname__ == Norm.__qualname__
+    assert type(norm).__module__ == Norm.__module__
+    assert type(norm) is type(m[1].norm)
+    assert repr(m) == repr(model())
+    assert vars(norm).keys() == vars(Norm()).keys()
+    assert type(norm).forward.__qualname__ == "Norm.forward"
+
+
+def test_hooks_run_and_modules_are_called():
+    m = model()
+    seen = []
+    m[0].norm.register_forward_hook(lambda mod, args, out: seen.append("norm"))
+    m[0].mlp.gate_proj.register_forward_pre_hook(lambda mod, args: seen.append("gate"))
+    m[0].mlp.down_proj = nn.Sequential(m[0].mlp.down_proj, nn.Dropout(0.0))  # as an adapter would
+    expected = m(X)
+    expected_seen, seen[:] = list(seen), []
+    report = jumar.kernelize(m)
+    assert torch.allclose(m(X), expected, atol=1e-6)
+    assert seen == expected_seen == ["norm", "gate"]
+    report.undo()
+    assert torch.equal(m(X), expected)
+
+
+def test_a_forward_on_the_instance_wins():
+    m = model()
+    m[0].norm.forward = lambda x: x * 3
+    m[1].mlp.forward = types.MethodType(lambda self, x: x, m[1].mlp)
+    expected = m(X)
+    report = jumar.convert(m, ["npu_rms_norm", "npu_swiglu"])
+    reasons = {s.path: s.reason for s in report.skipped}
+    assert set(reasons) == {"0.norm", "1.mlp"}
+    assert all("overridden on the instance" in r for r in reasons.values())
+    assert torch.allclose(m(X), expected, atol=1e-6)
+
+
+def test_a_forward_on_the_instance_that_is_the_class_s_own():
+    """What a library leaves behind that wrapped forward for a while and assigned the old value back."""
+    m = model()
+    bound = m[0].norm.forward
+    m[0].norm.forward = bound
+    report = jumar.convert(m, ["npu_rms_norm"])
+    assert not report.skipped
+    jumar.reset_call_counts()
+    m(X)
+    assert jumar.call_counts()["npu_rms_norm"] == 2
+    m[1].norm.forward = m[1].norm.forward  # and the same after conversion
+    report.undo()
+    assert m[0].norm.__dict__["forward"] == bound and "forward" not in m[1].norm.__dict__
+    jumar.reset_call_counts()
+    m(X)
+    assert not jumar.call_counts()
+
+
+def test_reports_undo_their_own_changes_only():
+    m = model()
+    first = jumar.convert(m, ["npu_rms_norm"])
+    second = jumar.convert(m, ["npu_rms_norm", "npu_linear"])
+    first.undo()
+    assert type(m[0].norm) is Norm and type(m[0].mlp.up_proj) is not nn.Linear
+    second.undo()
+    assert revert(m) == 0
+
+
+def test_undo_says_what_stands_in_its_way():
+    m = model()
+    report = jumar.convert(m, ["npu_rms_norm"])
+    cls = type(m[0].norm)
+    m[0].norm.__class__ = type("Wrapped", (cls,), {})  # as fully_shard does
+    assert jumar.convert(m, ["npu_rms_norm"]).replaced == []
+    with pytest.raises(ConverterError, match="0.norm: its class is now Wrapped"):
+        report.undo()
+    assert type(m[1].norm) is Norm  # the rest is undone
+    m[0].norm.__class__ = cls
+    report.undo()
+    assert revert(m) == 0
+
+
+def test_failure_while_applying_rolls_back(monkeypatch):
+    m = model()
+    dry = plan(m, ["npu_rms_norm", "npu_swiglu"])
+
+    def fail():
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(dry.report().replaced[-1].action, "apply", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        dry.apply()
+    assert revert(m) == 0
+
+
+def test_monkeypatched_class_is_noticed():
+    """A class whose forward somebody assigns anew is judged by its new one, not by a cached replacement."""
+
+    class Local(Norm):
+        pass
+
+    a = Local()
+    jumar.convert(a, ["npu_rms_norm"])
+    Local.forward = lambda self, x: x + self.weight
+    b = Local()
+    assert [s.status for s in jumar.convert(b, ["npu_rms_norm"]).sites] == ["skipped"]
+    assert torch.equal(b(X), X + b.weight)
+
+
+def test_generated_classes_are_freed():
+    def make():
+        class Local(Norm):
+            pass
+
+        m = Local()
+        jumar.convert(m, ["npu_rms_norm"])
+        return m
+
+    m = make()
+    key = next(k for k in swap._classes if k[0] is type(m).__jumar__.original)
+    del m
+    del key
+    gc.collect()
+    assert not any(k[0].__name__ == "Local" for k in list(swap._classes))
+
+
+def test_copy_and_pickle_of_one_module():
+    norm = Norm()
+    jumar.convert(norm, ["npu_rms_norm"])
+    for clone in (
+        copy.copy(norm),
+        copy.deepcopy(norm),
+        *(pickle.loads(pickle.dumps(norm, p)) for p in range(6)),
+    ):
+        assert type(clone) is type(norm)
+        jumar.reset_call_counts()
+        assert torch.equal(clone(X), norm(X))
+        assert jumar.call_counts()["npu_rms_norm"] == 2
+    assert b"Norm" in pickle.dumps(norm)
+
+
+class OwnReduce(Norm):
+    """A class that says itself how to copy it."""
+
+    def __reduce__(self):
+        return (OwnReduce, (self.weight.numel(),), self.__dict__)
+
+
+def test_class_with_its_own_reduce():
+    norm = OwnReduce()
+    jumar.convert(norm, ["npu_rms_norm"])
+    clone = pickle.loads(pickle.dumps(norm))
+    assert type(clone) is type(norm) and torch.equal(clone(X), norm(X))
+
+
+def test_device_without_kernels_is_left_alone(monkeypatch):
+    m = model()
+    monkeypatch.setattr(swap, "_DEVICES", ("npu",))
+    report = jumar.convert(m, ["npu_rms_norm"])
+    assert {s.reason for s in report.sites} == {"there is no kernel for device 'cpu'"}
+
+
+def test_torchscript_is_left_alone():
+    scripted = torch.jit.script(nn.RMSNorm(8, eps=1e-6))
+    assert not jumar.convert(nn.Sequential(scripted), ["npu_rms_norm"]).replaced
+
+
+# ---- linear ----
+
+
+class Quantised(nn.Linear):
+    def forward(self, input):
+        return F.linear(input, self.weight.round())
+
+
+def test_linear_is_exact():
+    m = nn.Sequential(nn.Linear(8, 8), Quantised(8, 8), nn.LazyLinear(8), nn.Bilinear(8, 8, 8))
+    report = jumar.convert(m, ["npu_linear"])
+    assert {s.path: s.status for s in report.sites} == {
+        "0": "replaced",
+        "1": "skipped",
+        "2": "skipped",
+    }
+    assert all("subclass of torch.nn.Linear" in s.reason for s in report.skipped)
+
+
+def test_parametrised_linear_is_left_alone():
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    expected = layer(X)
+    assert not jumar.convert(layer, ["npu_linear"]).replaced
+    assert torch.equal(layer(X), expected)
+
+
+def test_tied_weights_stay_tied():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(10, 8), nn.Linear(8, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+        def forward(self, ids):
+            return self.head(self.embed(ids))
+
+    m = Tied()
+    ids = torch.tensor([[1, 2, 3]])
+    m(ids).square().sum().backward()
+    expected = m.embed.weight.grad.clone()
+    m.zero_grad()
+    jumar.convert(m, ["npu_linear"], strict=True)
+    assert m.head.weight is m.embed.weight
+    m(ids).square().sum().backward()
+    assert torch.allclose(m.embed.weight.grad, expected, atol=1e-5)
+    clone = copy.deepcopy(m)
+    assert clone.head.weight is clone.embed.weight
+
+
+def test_one_module_in_two_places_is_one_site():
+    shared = nn.Linear(8, 8)
+    m = nn.Sequential(shared, nn.ReLU(), shared)
+    report = jumar.convert(m, ["npu_linear"])
+    assert [s.path for s in report.sites] == ["0"]
+    report.undo()
+    assert type(shared) is nn.Linear
+
+
+# ---- swiglu ----
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        (F.gelu, "its activation is GELU, not SiLU"),
+        (lambda x: F.gelu(x, approximate="tanh"), "its activation is tanh GELU, not SiLU"),
+        (F.relu, "its activation is ReLU, not SiLU"),
+        (torch.tanh, "does not compute"),
+        (lambda x: x * torch.sigmoid(1.702 * x), "does not compute"),
+    ],
+)
+def test_other_activations_are_near_misses(act, reason):
+    m = Mlp(act)
+    report = jumar.convert(m, ["npu_swiglu"])
+    assert [s.status for s in report.sites] == ["skipped"]
+    assert reason in report.sites[0].reason
+    assert type(m) is Mlp
+
+
+class SiluByHand(Mlp):
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        return self.down_proj(gate / (1 + torch.exp(-gate)) * self.up_proj(x))
+
+
+class Swapped(Mlp):
+    def forward(self, x):
+        return self.down_proj(F.silu(self.up_proj(x)) * self.gate_proj(x))
+
+
+class Scaled(Mlp):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Twice(Mlp):
+    def forward(self, x):
+        return (
+            self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x)) + 0 * self.up_proj(x).sum()
+        )
+
+
+class Dropped(Mlp):
+    def forward(self, x):
+        return self.down_proj(
+            F.dropout(F.silu(self.gate_proj(x)), 0.5, self.training) * self.up_proj(x)
+        )
+
+
+class Extra(Mlp):
+    def forward(self, x, scale=None):
+        return super().forward(x)
+
+
+class FeedForward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 12)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class FeedForwardSwapped(FeedForward):
+    def forward(self, x):
+        return self.w2(F.silu(self.w3(x)) * self.w1(x))
+
+
+@pytest.mark.parametrize("cls", [Mlp, SiluByHand, FeedForward])
+def test_gated_mlps_are_recognised(cls):
+    m = cls()
+    x = torch.randn(4, 8, requires_grad=True)
+    m(x).square().sum().backward()
+    expected, grads = m(x).detach(), [x.grad, *(p.grad for p in m.parameters())]
+    x.grad = None
+    m.zero_grad()
+    jumar.convert(m, ["npu_swiglu"], strict=True, verify=True)
+    jumar.reset_call_counts()
+    m(x).square().sum().backward()
+    assert jumar.call_counts()["swiglu_gate_up"] == 1
+    assert torch.allclose(m(x), expected, atol=1e-6)
+    for a, e in zip([x.grad, *(p.grad for p in m.parameters())], grads, strict=True):
+        assert torch.allclose(a, e, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (Swapped, "SiLU is on up"),
+        (FeedForwardSwapped, "SiLU is on up"),
+        (Scaled, "does not compute"),
+        (Twice, "times, not once each"),
+        (Dropped, "does not compute"),
+        (Extra, "other arguments"),
+    ],
+)
+def test_mlps_that_only_look_gated(cls, reason):
+    report = jumar.convert(cls(), ["npu_swiglu"])
+    assert [s.status for s in report.sites] == ["skipped"] and reason in report.sites[0].reason
+
+
+def test_hooked_activation_is_left_alone():
+    class WithModule(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.SiLU()
+
+    m = WithModule()
+    assert len(plan(m, ["npu_swiglu"]).report().replaced) == 1
+    m.act.register_forward_hook(lambda *a: None)
+    assert "act has hooks" in jumar.convert(m, ["npu_swiglu"]).sites[0].reason
+
+
+def test_other_children_of_an_mlp_are_not_mentioned():
+    assert not jumar.convert(nn.Sequential(nn.Linear(2, 2), nn.SiLU()), ["npu_swiglu"]).sites
+
+
+# ---- verify ----
+
+
+def test_verify_catches_a_replacement_that_is_wrong(monkeypatch):
+    right = ops.swiglu_gate_up
+    monkeypatch.setattr(ops, "swiglu_gate_up", lambda gate, up: right(up, gate))
+    m = model()
+    with pytest.raises(
+        ConverterError, match="npu_swiglu at 0.mlp .Mlp.: output 0 differs; nothing was converted"
+    ):
+        jumar.kernelize(m, verify=True)
+    assert revert(m) == 0
+
+
+def test_verify_looks_at_gradients(monkeypatch):
+    right = ops.npu_linear
+
+    def wrong(input, weight, bias=None):
+        return right(input, weight.detach() + 2 * (weight - weight.detach()), bias)
+
+    monkeypatch.setattr(ops, "npu_linear", wrong)
+    with pytest.raises(ConverterError, match="gradient"):
+        jumar.convert(model(), ["npu_linear"], verify=True)
+
+
+# ---- converters of one's own ----
+
+
+class Doubler(ModuleConverter):
+    name = "npu_test_double"
+    operators = ("none",)
+    summary = "a test"
+
+    def recognise(self, module):
+        if isinstance(module, Norm):
+            return Match("none", (2,))
+        return Miss("is a Block") if isinstance(module, Block) else None
+
+    def namespace(self, key, base):
+        def forward(self, x):
+            return key[0] * base.forward(self, x)
+
+        return {"forward": forward}
+
+
+def test_converters_stack_on_one_module_and_come_off_in_any_order(scratch_registry):
+    register(Doubler())
+    m = model()
+    expected = m[0].norm(X)
+    fused = jumar.convert(m, ["npu_rms_norm"])
+    double = jumar.convert(m, ["npu_test_double"])
+    assert len(double.replaced) == 2 and len(double.skipped) == 2
+    jumar.reset_call_counts()
+    assert torch.allclose(m[0].norm(X), 2 * expected, atol=1e-5)
+    assert jumar.call_counts() == {"npu_rms_norm": 1}
+    clone = pickle.loads(pickle.dumps(m))
+    assert torch.equal(clone[0].norm(X), m[0].norm(X))
+    fused.undo()
+    jumar.reset_call_counts()
+    assert torch.allclose(m[0].norm(X), 2 * expected, atol=1e-5)
+    assert jumar.call_counts() == {}
+    double.undo()
+    assert type(m[0].norm) is Norm and torch.equal(m[0].norm(X), expected)
+
+
+def test_names_are_registered_once(scratch_registry):
+    register(Doubler())
+    with pytest.raises(ConverterError, match="taken"):
+        register(Doubler())
+
+
+class ConfigSwitch(Converter):
+    """A converter that works through an extension point: it has actions of its own."""
+
+    name = "npu_test_switch"
+    operators = ("none",)
+    summary = "a test"
+
+    class Action:
+        def __init__(self, config):
+            self.config = config
+
+        def apply(self):
+            self.before, self.config.implementation = self.config.implementation, "jumar"
+
+        def undo(self):
+            self.config.implementation = self.before
+
+    def plan(self, model):
+        if hasattr(model, "config"):
+            yield Site(
+                "",
+                self.name,
+                "none",
+                "replaced",
+                "",
+                type(model).__name__,
+                self.Action(model.config),
+            )
+
+
+def test_a_converter_with_actions_of_its_own(scratch_registry):
+    register(ConfigSwitch())
+    m = model()
+    m.config = types.SimpleNamespace(implementation="sdpa")
+    report = jumar.convert(m, ["npu_test_switch", "npu_linear"], strict=True, verify=True)
+    assert m.config.implementation == "jumar"
+    report.undo()
+    assert m.config.implementation == "sdpa" and revert(m) == 0
