@@ -1,0 +1,377 @@
+"""The ``jumar`` command.
+
+Every command prints tables for people, or one JSON document with ``--json``.  A mistake of the user is one line on
+stderr that begins with the command, and exit status 2; a check that fails is exit status 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import sys
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    name="jumar",
+    help="Fused Ascend operators, model converters, verification and training on any machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+
+# Typer carries its own click since 0.2x: take the class from what it exports.
+_ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+
+
+class UserError(Exception):
+    """A mistake of the user; its text is one line."""
+
+
+@contextlib.contextmanager
+def _user_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """Turns exceptions of these kinds, which the code inside raises for wrong names and files, into UserError."""
+    try:
+        yield
+    except kinds as error:
+        raise UserError(" ".join(str(error).split())) from error
+
+
+def _console() -> Console:
+    """Tables are as wide as the terminal, or wide enough for any row where the output is no terminal."""
+    return Console() if sys.stdout.isatty() else Console(width=160, highlight=False)
+
+
+def _print_json(data: Any) -> None:
+    """Numbers that JSON does not know (infinity, NaN) are written as strings."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+            return str(value)
+        if isinstance(value, dict):
+            return {str(k): clean(v) for k, v in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(v) for v in value]
+        return value
+
+    print(json_module.dumps(clean(data), indent=2, ensure_ascii=False))
+
+
+def _split(text: str | None) -> list[str] | None:
+    """``"a,b"`` -> ``["a", "b"]``; None stays None."""
+    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _dtypes(text: str | None) -> list[Any] | None:
+    from jumar.opinfo import parse_dtype
+
+    names = _split(text)
+    with _user_errors(ValueError):
+        return None if names is None or names == ["all"] else [parse_dtype(n) for n in names]
+
+
+@app.command()
+def env(json: Json = False) -> None:
+    """Versions, the SIMD level in use, threads, JUMAR_* variables, operator namespaces."""
+    from jumar import environment
+
+    facts = environment.collect()
+    if json:
+        return _print_json(facts)
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for key in ("jumar", "python", "torch"):
+        table.add_row(key, facts[key])
+    for package, version in facts["packages"].items():
+        if package != "torch_npu":
+            table.add_row(package, version or "[dim]not installed[/dim]")
+    npu = facts["packages"]["torch_npu"]
+    table.add_row("torch_npu", npu or facts["torch_npu"])
+    table.add_row("operators in", ", ".join(facts["namespaces"]))
+    simd = facts["simd"]
+    table.add_row("SIMD", f"{simd['in_use']}  (usable: {', '.join(simd['usable'])})")
+    table.add_row("CPU", f"{facts['machine']}, torch uses {facts['cpu_capability']}")
+    table.add_row("threads", str(facts["threads"]))
+    settings = ", ".join(f"{k}={v}" for k, v in facts["variables"].items())
+    table.add_row("variables", settings or "[dim]no JUMAR_* variable is set[/dim]")
+    for shim in facts["shims"] or []:
+        text = ", ".join(f"{k}: {v}" for k, v in shim.items() if k != "name")
+        table.add_row(f"shim {shim.get('name', '')}", text)
+    _console().print(table)
+
+
+@app.command()
+def ops(
+    name: Annotated[str | None, typer.Argument(help="One operator, in full.")] = None,
+    json: Json = False,
+) -> None:
+    """The operators: schema, formula, dtypes, error bounds, page of the documentation."""
+    from jumar import opinfo
+
+    schemas = opinfo.schemas()
+    if name is not None and name not in schemas:
+        raise UserError(opinfo.unknown(name, list(schemas)))
+    entries = [_operator(n, schemas[n]) for n in ([name] if name else schemas)]
+    if json:
+        return _print_json(entries[0] if name else entries)
+    console = _console()
+    if name is None:
+        table = Table("operator", "computes", "page", header_style="bold")
+        for entry in entries:
+            table.add_row(entry["name"], entry["formula"], entry["doc"])
+        console.print(table)
+        return
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for key, value in entries[0].items():
+        if isinstance(value, dict):
+            value = "\n".join(f"{k}: {v}" for k, v in value.items())
+        elif isinstance(value, list):
+            value = ", ".join(value)
+        if value:
+            table.add_row(key, value)
+    console.print(table)
+
+
+def _operator(name: str, schema: str) -> dict[str, Any]:
+    """One operator as plain data."""
+    from jumar import opinfo
+
+    formula, doc = opinfo.describe(name)
+    entry = {"name": name, "schema": schema, "formula": formula, "doc": doc}
+    entry["dtypes"] = [opinfo.dtype_name(dtype) for dtype in opinfo.DTYPES]
+    info = opinfo.OPERATORS.get(name)
+    if info is None:
+        return entry
+    entry["shapes"] = info.shapes
+    entry["gradient"] = list(info.backward)
+    entry["bounds"] = {
+        opinfo.dtype_name(dtype): ", ".join(f"{k} {b.text(dtype)}" for k, b in info.bounds.items())
+        for dtype in opinfo.DTYPES
+    }
+    return entry
+
+
+def _load_model(model: str, **options: Any) -> Any:
+    with _user_errors(ImportError):
+        from jumar import models
+    with _user_errors(ValueError, ImportError):
+        return models.load(model, **options)
+
+
+@app.command()
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A folder with a config.json, or the name of a built-in model.")
+    ],
+    converters: Annotated[
+        str | None,
+        typer.Option("--converters", help="Comma-separated names; all that apply when left out."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Fail when a converter matches nothing.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="One row per module.")] = False,
+    json: Json = False,
+) -> None:
+    """What conversion would do to a model: every site, replaced or skipped and why. Nothing is trained."""
+    import jumar
+    from jumar.convert import ConverterError
+
+    loaded = _load_model(model)
+    with _user_errors(ConverterError):
+        names = _split(converters)
+        if names is None:
+            report = jumar.kernelize(loaded, strict=strict)
+        else:
+            report = jumar.convert(loaded, names, strict=strict)
+    if json:
+        return _print_json({"model": model, **report.to_dict()})
+    _console().print(report.table(full=full))
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        str | None, typer.Argument(help="A model to verify whole: a folder or a built-in name.")
+    ] = None,
+    op: Annotated[
+        str | None, typer.Option("--op", help="Operators, comma-separated; default all.")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="fp32, bf16, fp16, fp64, comma-separated.")
+    ] = None,
+    converters: Annotated[
+        str | None, typer.Option("--converters", help="For a model; default all that apply.")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Of the random data.")] = 0,
+    json: Json = False,
+) -> None:
+    """Outputs and gradients of eager and fused against an fp64 oracle, in ulps. Exit status 1 when fused is worse."""
+    from jumar.verify import render
+
+    if model is not None and op is not None:
+        raise UserError("give a model or --op, not both")
+    if model is None and converters is not None:
+        raise UserError("--converters goes with a model")
+    dtypes = _dtypes(dtype)
+    if model is not None:
+        result = _verify_model(model, dtypes, converters, seed)
+    else:
+        from jumar.verify import verify_operators
+
+        with _user_errors(ValueError):
+            result = verify_operators(_op_names(op), dtypes, seed)
+    if json:
+        _print_json(render.to_dict(result))
+    else:
+        render.show(result, _console())
+    if not all(row.ok for row in result):
+        raise typer.Exit(1)
+
+
+def _op_names(op: str | None) -> list[str] | None:
+    """Names of known operators, or None for all. ValueError for an unknown one."""
+    from jumar.opinfo import find
+
+    names = _split(op)
+    if names is None or names == ["all"]:
+        return None
+    return [find(name).name for name in names]
+
+
+def _verify_model(model: str, dtypes: Any, converters: str | None, seed: int) -> Any:
+    import torch
+
+    from jumar.convert import ConverterError
+    from jumar.verify import verify_model
+
+    rows = []
+    for dtype in dtypes or [torch.float32, torch.bfloat16]:
+        loaded = _load_model(model, seed=seed, dtype=dtype)
+        with _user_errors(ConverterError):
+            rows += verify_model(loaded, _split(converters), seed=seed)
+    return rows
+
+
+@app.command()
+def bench(
+    op: Annotated[str, typer.Option("--op", help="Operators, comma-separated, or all.")] = "all",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="fp32, bf16, fp16, comma-separated.")
+    ] = None,
+    shape: Annotated[
+        str | None, typer.Option("--shape", help="A named shape of the operator; default all.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small shapes, few repetitions, no Inductor.")
+    ] = False,
+    inductor: Annotated[
+        bool | None, typer.Option("--inductor/--no-inductor", help="Include torch.compile.")
+    ] = None,
+    csv: Annotated[str | None, typer.Option("--csv", help="Also write the rows here.")] = None,
+    plot: Annotated[str | None, typer.Option("--plot", help="Also draw the ratios here.")] = None,
+    json: Json = False,
+) -> None:
+    """Operators against eager and Inductor, interleaved in one run, beside the machine's own limits.
+
+    Results are compared with the fp64 oracle first; exit status 1 when they are worse than stated.
+    """
+    from jumar import bench as bench_module
+
+    with _user_errors(ValueError):
+        plan = bench_module.plan(_op_names(op), _dtypes(dtype), shape, quick=quick)
+    progress = Console(stderr=True, highlight=False)
+    result = bench_module.run(
+        plan,
+        quick=quick,
+        inductor=(not quick) if inductor is None else inductor,
+        progress=lambda text: progress.print(f"[dim]{text}[/dim]"),
+    )
+    if csv is not None:
+        with _user_errors(OSError):
+            bench_module.write_csv(result, csv)
+    if plot is not None:
+        with _user_errors(OSError, ImportError):
+            bench_module.draw(result, plot)
+    if json:
+        _print_json(bench_module.to_dict(result))
+    else:
+        bench_module.show(result, _console())
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
+def train(
+    context: typer.Context,
+    config_file: Annotated[
+        str, typer.Option("--job.config_file", help="The job file (TOML).", show_default=False)
+    ],
+    json: Json = False,
+) -> None:
+    """Train from a job file. Any key of it can be given as [bold]--section.key=value[/bold]."""
+    try:
+        from jumar import train as train_module
+    except ImportError as error:
+        raise UserError(f"training needs more packages: {error}") from error
+
+    with _user_errors(train_module.JobError):
+        train_module.run(config_file, _overrides(context.args), json=json)
+
+
+def _overrides(arguments: list[str]) -> list[str]:
+    """``["--a.b=c", "--d.e", "f"]`` -> ``["a.b=c", "d.e=f"]``. UserError for anything that is no such pair."""
+    pairs: list[str] = []
+    waiting: str | None = None
+    for argument in arguments:
+        if waiting is not None:
+            if argument.startswith("--"):
+                raise UserError(f"--{waiting} has no value; write --{waiting}=VALUE")
+            pairs.append(f"{waiting}={argument}")
+            waiting = None
+        elif argument.startswith("--") and "." in argument.split("=")[0]:
+            body = argument.removeprefix("--")
+            if "=" in body:
+                pairs.append(body)
+            else:
+                waiting = body
+        else:
+            raise UserError(f"unexpected argument {argument!r}; write --section.key=value")
+    if waiting is not None:
+        raise UserError(f"--{waiting} has no value; write --{waiting}=VALUE")
+    return pairs
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point of the ``jumar`` command; ends the process with its exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    known = {command.name or command.callback.__name__ for command in app.registered_commands}
+    command = next((a for a in arguments if a in known), "")
+    where = f"jumar {command}".strip()
+    try:
+        status = app(args=arguments, standalone_mode=False, prog_name="jumar")
+    except UserError as error:
+        print(f"{where}: {error}", file=sys.stderr)
+        status = 2
+    except _ClickException as error:
+        text = error.format_message() or "nothing to do; see --help"
+        print(f"{where}: {' '.join(text.split())}", file=sys.stderr)
+        status = error.exit_code
+    except (KeyboardInterrupt, typer.Abort):
+        print(f"{where}: interrupted", file=sys.stderr)
+        status = 130
+    except BrokenPipeError:
+        status = 0
+    sys.exit(status if isinstance(status, int) else 0)

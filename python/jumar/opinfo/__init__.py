@@ -1,0 +1,87 @@
+"""What is known of each operator outside of its kernel: formula, error bounds, test data, traffic.
+
+``jumar ops``, ``jumar verify``, ``jumar bench`` and the README's operator table all read this one table.
+"""
+
+from __future__ import annotations
+
+import difflib
+
+import torch
+
+from jumar.opinfo.spec import DTYPES, Bound, Case, OpInfo, dtype_name, parse_dtype
+from jumar.opinfo.table import OPERATORS
+
+#: Operators that serve the package itself and have no entry of their own.
+TOOLS = {"ulp_error": ("max |actual - expected| / (ulp(expected) + slack)", "docs/verification.md")}
+
+
+def schemas() -> dict[str, str]:
+    """Every operator that is registered in ``torch.ops.jumar`` and its schema, by name."""
+    names = {
+        name.removeprefix("jumar::").split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("jumar::")
+    }
+    return {
+        name: str(getattr(torch.ops.jumar, name).default._schema).removeprefix("jumar::")
+        for name in sorted(names)
+    }
+
+
+def forward_of(backward: str) -> OpInfo | None:
+    """The operator whose gradient ``backward`` computes."""
+    owners = [info for info in OPERATORS.values() if backward in info.backward]
+    return owners[0] if owners else None
+
+
+def describe(name: str) -> tuple[str, str]:
+    """(formula, docs page) of any registered operator; empty strings for one without an entry."""
+    if name in OPERATORS:
+        return OPERATORS[name].formula, OPERATORS[name].doc
+    if name in TOOLS:
+        return TOOLS[name]
+    owner = forward_of(name)
+    return (f"gradient of {owner.name}", owner.doc) if owner else ("", "")
+
+
+def find(name: str) -> OpInfo:
+    """The entry of an operator. ValueError, with the nearest name, when there is none."""
+    if name not in OPERATORS:
+        raise ValueError(unknown(name, list(OPERATORS)))
+    return OPERATORS[name]
+
+
+def unknown(name: str, known: list[str]) -> str:
+    """The text for a name that is not in ``known``."""
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown operator {name!r}{hint} (known: {', '.join(known)})"
+
+
+def markdown_table() -> str:
+    """The operator table of the README."""
+    lines = ["| operator | computes | gradient | page |", "|---|---|---|---|"]
+    for info in OPERATORS.values():
+        gradient = ", ".join(f"`{name}`" for name in info.backward)
+        formula = info.formula.replace("|", "\\|")
+        lines.append(f"| `{info.name}` | {formula} | {gradient} | [{info.doc}]({info.doc}) |")
+    return "\n".join(lines) + "\n"
+
+
+__all__ = [
+    "DTYPES",
+    "OPERATORS",
+    "TOOLS",
+    "Bound",
+    "Case",
+    "OpInfo",
+    "describe",
+    "dtype_name",
+    "find",
+    "forward_of",
+    "markdown_table",
+    "parse_dtype",
+    "schemas",
+    "unknown",
+]

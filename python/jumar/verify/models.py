@@ -1,0 +1,131 @@
+"""Whole models: logits, loss and every gradient of eager and converted against the fp64 run of the plain model."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from jumar import ops
+from jumar.opinfo import dtype_name
+
+#: A tensor of the converted model may be this much further from fp64 than eager's, plus FLOOR: both errors are maxima
+#: over roundings that fall differently.
+FACTOR = 1.5
+#: Ulps at the tensor's largest value.
+FLOOR = 2.0
+
+
+@dataclass
+class ModelRow:
+    """One tensor of a model run; errors in ulps of the dtype at the largest magnitude of the oracle's tensor."""
+
+    dtype: str
+    result: str
+    eager: float
+    fused: float
+    index: tuple[int, ...] = ()
+    got: float = math.nan
+    expected: float = math.nan
+
+    @property
+    def ok(self) -> bool:
+        return math.isfinite(self.fused) and self.fused <= FACTOR * self.eager + FLOOR
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "index": list(self.index), "ok": self.ok}
+
+
+class StayWide(TorchFunctionMode):
+    """Keeps an fp64 run in fp64: models cast to fp32 by name inside norms, softmax and rotary tables."""
+
+    _CASTS = (torch.Tensor.to, torch.Tensor.float, torch.Tensor.type)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float:
+                return args[0]
+            if func in self._CASTS:
+                args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def _run(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Logits, loss and gradients, by name."""
+    dtype = next(model.parameters()).dtype
+    inputs = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
+    model.zero_grad(set_to_none=True)
+    output = model(**inputs)
+    output.loss.backward()
+    results = {"logits": output.logits.detach(), "loss": output.loss.detach()}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            results[f"d {name}"] = parameter.grad
+    return results
+
+
+def _compare(dtype: torch.dtype, name: str, eager: Tensor, fused: Tensor, exact: Tensor) -> ModelRow:
+    # Every element is measured in ulps of the tensor's largest value: slack makes up the difference to its own ulp.
+    scale = torch.full_like(exact, exact.abs().max().item() if exact.numel() else 0.0)
+    unit = scale * torch.finfo(dtype).eps
+    row = ModelRow(dtype_name(dtype), name, 0.0, 0.0)
+    row.eager = ops.ulp_error(eager.to(dtype), exact, unit)[0].item()
+    error, index = (value.item() for value in ops.ulp_error(fused.to(dtype), exact, unit))
+    row.fused = error
+    if index >= 0:
+        row.index = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), exact.shape))
+        row.got, row.expected = fused[row.index].item(), exact[row.index].item()
+    return row
+
+
+def verify_model(
+    model: nn.Module,
+    converters: list[str] | None = None,
+    *,
+    inputs: dict[str, Tensor] | None = None,
+    seed: int = 0,
+) -> list[ModelRow]:
+    """A row per tensor for ``model`` as it is, in its own dtype; the model itself is not changed.
+
+    Args:
+        model: a model whose output has ``loss`` and ``logits``.
+        converters: names; None for all that apply.
+        inputs: keyword arguments of the model, labels among them; None for random tokens.
+        seed: of these tokens.
+
+    Raises:
+        ConverterError: an unknown converter, or nothing was replaced.
+    """
+    import jumar
+    from jumar.convert import ConverterError
+    from jumar.models import example_inputs
+
+    if inputs is None:
+        inputs = example_inputs(model, seed=seed)
+    dtype = next(model.parameters()).dtype
+    with torch.random.fork_rng(devices=[]):
+        eager = _run(copy.deepcopy(model), inputs)
+        with StayWide():
+            exact = _run(copy.deepcopy(model).double(), inputs)
+        converted = copy.deepcopy(model)
+        report = (
+            jumar.kernelize(converted)
+            if converters is None
+            else jumar.convert(converted, converters)
+        )
+        if not report.replaced:
+            raise ConverterError("nothing in the model was replaced: there is nothing to verify")
+        fused = _run(converted, inputs)
+    wide = {name: tensor.double() for name, tensor in exact.items()}
+    missing = wide.keys() ^ fused.keys()
+    if missing:
+        raise ConverterError(f"gradients differ in kind: {', '.join(sorted(missing))}")
+    return [_compare(dtype, name, eager[name], fused[name], wide[name]) for name in wide]
