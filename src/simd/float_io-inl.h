@@ -35,19 +35,29 @@ HWY_INLINE hn::Vec<D> WidenBF16(D d, V16 bits) {
   return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(du32, bits)));
 }
 
-// float -> bf16 bits: add 0x7FFF plus the lowest kept bit, drop 16 bits.
-template <class D, class V>
-HWY_INLINE auto NarrowBF16(D /*d*/, V v) {
+// The float whose upper 16 bits are the rounded bf16 (lower ones are garbage): add 0x7FFF plus the lowest kept bit.
+// kCleanNaN: the lower 16 bits of a NaN in v are known to be 0, so that the addition leaves it a NaN. That holds for
+// every result of arithmetic on widened bf16 and ordinary constants: a NaN that the CPU makes or passes on is such.
+template <bool kCleanNaN = false, class D, class V>
+HWY_INLINE auto RoundToBF16Bits(D /*d*/, V v) {
   const hn::RebindToUnsigned<D> du32;
-  const hn::RebindToSigned<D> di32;
-  const hn::Rebind<uint16_t, D> du16;
   const auto bits = hn::BitCast(du32, v);
   const auto lsb = hn::And(hn::ShiftRight<16>(bits), hn::Set(du32, 1u));
   const auto rounded = hn::Add(bits, hn::Add(lsb, hn::Set(du32, 0x7FFFu)));
-  const auto quiet = hn::Or(bits, hn::Set(du32, 0x00400000u));
-  const auto nan = hn::RebindMask(du32, hn::IsNaN(v));
-  const auto out = hn::ShiftRight<16>(hn::IfThenElse(nan, quiet, rounded));
-  return hn::DemoteTo(du16, hn::BitCast(di32, out));
+  if constexpr (kCleanNaN) {
+    return rounded;
+  } else {
+    const auto quiet = hn::Or(bits, hn::Set(du32, 0x00400000u));
+    return hn::IfThenElse(hn::RebindMask(du32, hn::IsNaN(v)), quiet, rounded);
+  }
+}
+
+// float -> bf16 bits.
+template <class D, class V>
+HWY_INLINE auto NarrowBF16(D d, V v) {
+  const hn::RebindToSigned<D> di32;
+  const hn::Rebind<uint16_t, D> du16;
+  return hn::DemoteTo(du16, hn::BitCast(di32, hn::ShiftRight<16>(RoundToBF16Bits(d, v))));
 }
 
 // fp16 bits -> float, exact (subnormals included). Integer steps, so that it is the same on targets without F16C.
@@ -161,6 +171,48 @@ HWY_INLINE void ForEachVector(D d, size_t n, const Body& body) {
     const size_t rest = n - i;
     body([&](const auto* p) HWY_ATTR { return LoadWideN(d, p + i, rest); },
          [&](hn::Vec<D> v, auto* p) HWY_ATTR { StoreNarrowN(d, v, p + i, rest); });
+  }
+}
+
+// 2 * Lanes(d) adjacent elements as two vectors, for elementwise work. Which vector holds which element is up to the
+// type (bf16: even ones in `a`, odd ones in `b`, which costs one instruction each); StorePair is the exact inverse.
+template <class D, typename T>
+HWY_INLINE void LoadPair(D d, const T* HWY_RESTRICT p, hn::Vec<D>& a, hn::Vec<D>& b) {
+  if constexpr (std::is_same_v<T, BF16>) {
+    const hn::RebindToUnsigned<D> du32;
+    const hn::Repartition<uint16_t, D> du16;
+    const auto bits = hn::BitCast(du32, hn::LoadU(du16, reinterpret_cast<const uint16_t*>(p)));
+    a = hn::BitCast(d, hn::ShiftLeft<16>(bits));
+    b = hn::BitCast(d, hn::And(bits, hn::Set(du32, 0xFFFF0000u)));
+  } else {
+    a = LoadWide(d, p);
+    b = LoadWide(d, p + hn::Lanes(d));
+  }
+}
+
+// kStream: past the caches (non-temporal); p must then be aligned to a vector. kCleanNaN: see RoundToBF16Bits.
+template <bool kStream = false, bool kCleanNaN = false, class D, typename T>
+HWY_INLINE void StorePair(D d, hn::Vec<D> a, hn::Vec<D> b, T* HWY_RESTRICT p) {
+  if constexpr (std::is_same_v<T, BF16> || std::is_same_v<T, F16>) {
+    const hn::Repartition<uint16_t, D> du16;
+    auto out = hn::Zero(du16);
+    if constexpr (std::is_same_v<T, BF16>) {
+      const auto even = hn::ShiftRight<16>(RoundToBF16Bits<kCleanNaN>(d, a));
+      out = hn::OddEven(hn::BitCast(du16, RoundToBF16Bits<kCleanNaN>(d, b)), hn::BitCast(du16, even));
+    } else {
+      out = hn::Combine(du16, NarrowF16(d, b), NarrowF16(d, a));
+    }
+    if constexpr (kStream) {
+      hn::Stream(out, du16, reinterpret_cast<uint16_t*>(p));
+    } else {
+      hn::StoreU(out, du16, reinterpret_cast<uint16_t*>(p));
+    }
+  } else if constexpr (kStream) {
+    hn::Stream(a, d, p);
+    hn::Stream(b, d, p + hn::Lanes(d));
+  } else {
+    hn::StoreU(a, d, p);
+    hn::StoreU(b, d, p + hn::Lanes(d));
   }
 }
 
