@@ -131,7 +131,7 @@ def test_each_converter_alone(name, converter):
     assert list(model.state_dict()) == keys
     actual, calls = counted(lambda: step(model, inputs))
     assert_same_step(actual, expected)
-    forward = {c for c in calls if "backward" not in c}
+    forward = {c for c in calls if "backward" not in c and "grad" not in c}
     assert forward == {CALLS[converter][0]}
 
 
@@ -177,6 +177,7 @@ def test_generate_with_cache_after_training(name):
     inputs = models.example_inputs(model)
     inputs.pop("labels")
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options["suppress_tokens"] = list(range(90, 96))  # a random model would start images
     expected = model.generate(**inputs, **options)
     jumar.kernelize(model)
     model.train()
