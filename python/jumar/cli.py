@@ -14,12 +14,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 app = typer.Typer(
     name="jumar",
     help="Fused Ascend operators, model converters, verification and training on any machine.",
-    no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
@@ -46,7 +46,7 @@ def _user_errors(*kinds: type[Exception]) -> Iterator[None]:
 
 def _console() -> Console:
     """Tables are as wide as the terminal, or wide enough for any row where the output is no terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=160, highlight=False)
+    return Console() if sys.stdout.isatty() else Console(width=180, highlight=False)
 
 
 def _print_json(data: Any) -> None:
@@ -126,7 +126,7 @@ def ops(
     if name is None:
         table = Table("operator", "computes", "page", header_style="bold")
         for entry in entries:
-            table.add_row(entry["name"], entry["formula"], entry["doc"])
+            table.add_row(entry["name"], escape(entry["formula"]), entry["doc"])
         console.print(table)
         return
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -138,7 +138,7 @@ def ops(
         elif isinstance(value, list):
             value = ", ".join(value)
         if value:
-            table.add_row(key, value)
+            table.add_row(key, escape(value))
     console.print(table)
 
 
@@ -356,7 +356,7 @@ def _overrides(arguments: list[str]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the ``jumar`` command; ends the process with its exit status."""
-    arguments = sys.argv[1:] if argv is None else argv
+    arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
     command = next((a for a in arguments if a in known), "")
     where = f"jumar {command}".strip()
@@ -366,7 +366,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{where}: {error}", file=sys.stderr)
         status = 2
     except _ClickException as error:
-        text = error.format_message() or "nothing to do; see --help"
+        text = error.format_message()
         print(f"{where}: {' '.join(text.split())}", file=sys.stderr)
         status = error.exit_code
     except (KeyboardInterrupt, typer.Abort):

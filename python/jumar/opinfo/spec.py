@@ -90,6 +90,7 @@ class OpInfo:
         traffic: (forward, forward + backward) bytes that must move, from a shape and an item size.
         flops: the same in floating-point operations, for what is bound by arithmetic.
         oracle: where it is not ``plain`` on fp64 inputs: takes the dtype as well.
+        constants: inputs that need no gradient in a model; ``jumar bench`` asks for none.
     """
 
     name: str
@@ -108,13 +109,16 @@ class OpInfo:
     traffic: Callable[[dict[str, int], int], tuple[float, float]] | None = None
     flops: Callable[[dict[str, int]], tuple[float, float]] | None = None
     oracle: Callable[..., tuple[Tensor, ...]] | None = None
+    constants: tuple[str, ...] = ()
 
     def fused(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
         """The fused operator itself; always a tuple."""
         result = getattr(torch.ops.jumar, self.name)(*tensors, **options)
         return result if isinstance(result, tuple) else (result,)
 
-    def run_oracle(self, dtype: torch.dtype, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    def run_oracle(
+        self, dtype: torch.dtype, *tensors: Tensor, **options: Any
+    ) -> tuple[Tensor, ...]:
         """The formula on fp64 tensors, for results of ``dtype``."""
         if self.oracle is None:
             return self.plain(*tensors, **options)

@@ -211,6 +211,7 @@ _TABLE = (
         cases=cases.rotary_cases,
         bench=_rotary_bench,
         shapes_file="rotary",
+        constants=("r1", "r2"),
         traffic=_passes(2, 2),
     ),
     OpInfo(
@@ -218,7 +219,7 @@ _TABLE = (
         formula="y = x · Wᵀ + b",
         shapes="input [.., K], weight [N, K], bias [N] or none -> [.., N]",
         doc="docs/ops/npu_linear.md",
-        backward=("linear_backward",),
+        backward=("npu_linear_backward", "linear_dgrad", "linear_wgrad", "linear_bias_grad"),
         outputs=("y",),
         differentiable=("y",),
         bounds={

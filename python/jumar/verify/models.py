@@ -72,7 +72,9 @@ def _run(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return results
 
 
-def _compare(dtype: torch.dtype, name: str, eager: Tensor, fused: Tensor, exact: Tensor) -> ModelRow:
+def _compare(
+    dtype: torch.dtype, name: str, eager: Tensor, fused: Tensor, exact: Tensor
+) -> ModelRow:
     # Every element is measured in ulps of the tensor's largest value: slack makes up the difference to its own ulp.
     scale = torch.full_like(exact, exact.abs().max().item() if exact.numel() else 0.0)
     unit = scale * torch.finfo(dtype).eps

@@ -80,7 +80,13 @@ def summary(rows: Sequence[Row | ModelRow]) -> str:
     """One line: how many results hold, and what was asked of them."""
     bad = sum(not row.ok for row in rows)
     if rows and isinstance(rows[0], ModelRow):
-        rule = f"fused within {FACTOR:g} x eager's error + {FLOOR:g} ulp, at the scale of each tensor"
+        rule = (
+            f"fused within {FACTOR:g} x eager's error + {FLOOR:g} ulp, at the scale of each tensor"
+        )
+        ratios = [math.log(r.fused / r.eager) for r in rows if r.fused > 0 and r.eager > 0]
+        if ratios:
+            mean = math.exp(sum(ratios) / len(ratios))
+            rule += f"; geometric mean of fused / eager {mean:.2f}"
     else:
         rule = "fused within the larger of eager's error and the stated bound"
     return f"{len(rows) - bad} of {len(rows)} results hold ({rule})"
