@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from jumar import ops
 from jumar.convert import swap
@@ -25,7 +26,7 @@ class LinearConverter(ModuleConverter):
         if swap.original_class(module) is not nn.Linear:
             return Miss("is a subclass of torch.nn.Linear, which may compute something else")
         weight = module.weight
-        if type(weight) not in (nn.Parameter, torch.Tensor):
+        if type(weight) not in (nn.Parameter, torch.Tensor, DTensor):
             return Miss(f"its weight is a {type(weight).__name__}")
         if not weight.is_floating_point():
             return Miss(f"its weight has the type {weight.dtype}")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from jumar.convert.errors import ConverterError
 
@@ -134,6 +135,8 @@ def obstacle(module: nn.Module) -> str | None:
         forward = module.__dict__["forward"]
         name = getattr(forward, "__qualname__", None) or type(forward).__qualname__
         return f"forward is overridden on the instance, by {name}"
+    if any(isinstance(p, DTensor) for p in module._parameters.values()):
+        return "its weight is a DTensor: convert before sharding"
     tensors = [*module.parameters(recurse=True)]
     device = next((t.device.type for t in tensors if t.device.type not in _DEVICES), None)
     if device is not None:

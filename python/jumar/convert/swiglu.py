@@ -7,13 +7,18 @@ from jumar.convert.registry import ModuleConverter, register
 from jumar.hf import mlp, probe
 
 
+# The projections stay modules and are called: adapters, hooks and converters on them keep working.
 def _make_forward(gate: str, up: str, down: str):
-    # The projections stay modules and are called: adapters, hooks and converters on them keep working.
     def forward(self, hidden_states):
-        product = ops.swiglu_gate_up(
-            getattr(self, gate)(hidden_states), getattr(self, up)(hidden_states)
-        )
-        return getattr(self, down)(product)
+        gated, linear = getattr(self, gate)(hidden_states), getattr(self, up)(hidden_states)
+        return getattr(self, down)(ops.swiglu_gate_up(gated, linear))
+
+    return forward
+
+
+def _make_packed_forward(gate_up: str, down: str):
+    def forward(self, hidden_states):
+        return getattr(self, down)(ops.npu_swiglu(getattr(self, gate_up)(hidden_states), -1))
 
     return forward
 
@@ -21,7 +26,7 @@ def _make_forward(gate: str, up: str, down: str):
 class SwigluConverter(ModuleConverter):
     name = "npu_swiglu"
     aliases = ("swiglu",)
-    operators = ("swiglu_gate_up",)
+    operators = ("swiglu_gate_up", "npu_swiglu")
     summary = "gated MLPs: down(silu(gate(x)) * up(x))"
 
     def recognise(self, module):
@@ -32,7 +37,8 @@ class SwigluConverter(ModuleConverter):
         return {"children": children}, (x,)
 
     def namespace(self, key, base):
-        return {"forward": probe.adopt_signature(_make_forward(*key), base)}
+        make = _make_forward if len(key) == 3 else _make_packed_forward
+        return {"forward": probe.adopt_signature(make(*key), base)}
 
 
 register(SwigluConverter())

@@ -1,4 +1,4 @@
-"""Recognise gated MLPs: down(silu(gate(x)) * up(x)), under the names that model libraries give the three."""
+"""Recognise gated MLPs: down(silu(gate(x)) * up(x)), under the names that model libraries give the projections."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from torch import nn
 from jumar.convert.verdict import Match, Miss, Verdict
 from jumar.hf import probe
 
-#: (gate, up, down) attribute names: Hugging Face's, and the w1/w3/w2 of Llama's own code and torchtitan.
-NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
+#: (gate, up, down) attribute names: Hugging Face's, and the w1/w3/w2 of Llama's own code and torchtitan;
+#: or (gate and up in one, down).
+NAMES = (
+    ("gate_proj", "up_proj", "down_proj"),
+    ("w1", "w3", "w2"),
+    ("gate_up_proj", "down_proj"),
+)
 
 _ACTIVATIONS = {
     "SiLU": F.silu,
@@ -27,9 +32,8 @@ class _Gather(nn.Module):
 
     def __init__(self, inputs: int, outputs: int, seed: int):
         super().__init__()
-        self.index = torch.randint(
-            inputs, (outputs,), generator=probe.generator(seed), device="cpu"
-        )
+        generator = probe.generator(seed)
+        self.index = torch.randint(inputs, (outputs,), generator=generator, device="cpu")
         self.scale = probe.randn(outputs, seed=seed)
         self.calls = 0
 
@@ -38,38 +42,37 @@ class _Gather(nn.Module):
         return x[..., self.index] * self.scale.to(x.dtype)
 
 
-def _width(projection: nn.Module, names: tuple[str, ...], default: int) -> int:
-    sizes = [getattr(projection, name, None) for name in names]
-    return next((size for size in sizes if isinstance(size, int) and size > 0), default)
+def _width(projection: nn.Module, name: str, default: int) -> int:
+    size = getattr(projection, name, None)
+    return size if isinstance(size, int) and size > 0 else default
 
 
 def stand_ins(
     module: nn.Module, names: tuple[str, ...]
 ) -> tuple[dict[str, nn.Module], torch.Tensor]:
-    """Children of the module's own widths for the three projections, and an input for them."""
-    gate, down = module._modules[names[0]], module._modules[names[2]]
-    hidden = _width(gate, ("in_features",), 6)
-    inner = _width(gate, ("out_features",), 10)
-    outer = _width(down, ("out_features",), hidden)
-    layers = _Gather(hidden, inner, 5), _Gather(hidden, inner, 6), _Gather(inner, outer, 7)
+    """Children of the module's own widths for the projections, and an input for them."""
+    first, down = module._modules[names[0]], module._modules[names[-1]]
+    hidden = _width(first, "in_features", 6)
+    inner = _width(down, "in_features", 10)
+    outer = _width(down, "out_features", hidden)
+    into = [inner, inner] if len(names) == 3 else [2 * inner]
+    layers = [_Gather(hidden, width, 5 + i) for i, width in enumerate(into)]
+    layers.append(_Gather(inner, outer, 7))
     return dict(zip(names, layers, strict=True)), probe.randn(2, 3, hidden, seed=4)
 
 
 def recognise(module: nn.Module) -> Verdict:
-    """Match with key = the three attribute names, a Miss for a gated MLP of another kind, None for anything else."""
-    names = next(
-        (n for n in NAMES if all(isinstance(module._modules.get(a), nn.Module) for a in n)), None
-    )
+    """Match with key = the attribute names, a Miss for a gated MLP of another kind, None for anything else."""
+    names = next((n for n in NAMES if all(module._modules.get(a) is not None for a in n)), None)
     if names is None:
         return None
     arguments = probe.tensor_arguments(type(module))
     if arguments is None or len(arguments[0]) != 1 or arguments[1]:
         return Miss("its forward takes other arguments than (x)")
-    hooked = [
-        n
-        for n, child in module._modules.items()
-        if n not in names and child is not None and _has_hooks(child)
-    ]
+    others = {
+        n: child for n, child in module._modules.items() if n not in names and child is not None
+    }
+    hooked = [name for name, child in others.items() if _has_hooks(child)]
     if hooked:
         return Miss(f"{hooked[0]} has hooks, which the operator would not run")
     for training in (False, True):
@@ -81,29 +84,26 @@ def recognise(module: nn.Module) -> Verdict:
             return Miss(str(error))
         layers = list(children.values())
         calls = [layer.calls for layer in layers]
-        if calls != [1, 1, 1]:
+        if set(calls) != {1}:
             return Miss(f"its forward calls {', '.join(names)} {calls} times, not once each")
-        found = _activation(out, x.double(), *layers)
-        if found != "SiLU":
-            return Miss(
-                found if found.startswith("does not") else f"its activation is {found}, not SiLU"
-            )
-    return Match("swiglu_gate_up", names)
+        reason = _difference(out, x.double(), layers)
+        if reason:
+            return Miss("computes something else in training mode" if training else reason)
+    return Match("swiglu_gate_up" if len(names) == 3 else "npu_swiglu", names)
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    return any(
-        vars(m).get(h)
-        for m in module.modules()
-        for h in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-    )
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(vars(m).get(kind) for m in module.modules() for kind in kinds)
 
 
-def _activation(out, x: torch.Tensor, gate: _Gather, up: _Gather, down: _Gather) -> str:
-    g, u = gate(x), up(x)
+def _difference(out, x: torch.Tensor, layers: list[_Gather]) -> str | None:
+    """What the module computes instead of down(silu(gate) * up), or None."""
+    *into, down = layers
+    g, u = (layer(x) for layer in into) if len(into) == 2 else into[0](x).chunk(2, -1)
     for name, function in _ACTIVATIONS.items():
         if probe.same(out, down(function(g) * u)):
-            return name
+            return None if name == "SiLU" else f"its activation is {name}, not SiLU"
         if probe.same(out, down(g * function(u))):
             return f"does not compute act(gate) * up: {name} is on up"
     return "does not compute down(act(gate(x)) * up(x))"
