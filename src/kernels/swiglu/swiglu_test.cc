@@ -1,6 +1,7 @@
 #include "kernels/swiglu/swiglu.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "kernels/swiglu/swiglu_ref.h"
@@ -141,15 +142,16 @@ TEST(Swiglu, EveryGate) {
 
 // Above 16 MB outputs are streamed; odd offsets exercise the unaligned start and end.
 TEST(Swiglu, StreamedOutputs) {
-  ForEachSimdTarget([](const std::string&) {
-    for (const DType dtype : FloatDTypes()) {
-      const int64_t n = (int64_t{16} << 20) / static_cast<int64_t>(SizeOf(dtype)) + 37;
-      const Case few(dtype, {1021}, 5);
-      Buffer gate(dtype, {n}), up(dtype, {n}), grad(dtype, {n});
-      gate.Fill([&](int64_t i) { return few.gate.Get(i % 1021); });
-      up.Fill([&](int64_t i) { return few.up.Get(i % 1021); });
-      grad.Fill([&](int64_t i) { return few.grad.Get(i % 1021); });
-      const Buffer out(dtype, {n}), dgate(dtype, {n}), dup(dtype, {n});
+  for (const DType dtype : FloatDTypes()) {
+    const int64_t n = (int64_t{16} << 20) / static_cast<int64_t>(SizeOf(dtype)) + 37;
+    const Case few(dtype, {1021}, 5);
+    Buffer gate(dtype, {n}), up(dtype, {n}), grad(dtype, {n});
+    gate.Fill([&](int64_t i) { return few.gate.Get(i % 1021); });
+    up.Fill([&](int64_t i) { return few.up.Get(i % 1021); });
+    grad.Fill([&](int64_t i) { return few.grad.Get(i % 1021); });
+    const Buffer out(dtype, {n}), dgate(dtype, {n}), dup(dtype, {n});
+    ForEachSimdTarget([&](const std::string& target) {
+      if (target == "AVX3_SPR" || target == "AVX3_ZEN4") return;  // same code as AVX3
       Swiglu("swiglu_gate_up", gate.view(), up.view(), out.view());
       SwigluBackward("swiglu_gate_up_backward", grad.view(), gate.view(), up.view(), dgate.view(), dup.view());
       const Bounds bounds = BoundsOf(dtype);
@@ -162,8 +164,11 @@ TEST(Swiglu, StreamedOutputs) {
       out.CheckRedZones("out");
       dgate.CheckRedZones("dgate");
       dup.CheckRedZones("dup");
-    }
-  });
+      // No element may be a leftover of the previous target.
+      std::memset(out.view().data, 0xFF, static_cast<size_t>(n) * SizeOf(dtype));
+      std::memset(dup.view().data, 0xFF, static_cast<size_t>(n) * SizeOf(dtype));
+    });
+  }
 }
 
 TEST(Swiglu, PackedOverEveryDim) {
