@@ -1,0 +1,77 @@
+"""FlexAttention's place taken by ``F.scaled_dot_product_attention``, with the same block mask honoured exactly.
+
+The subclass keeps what torchtitan attaches to FlexAttention: the BlockMask as its mask input, the gathering of keys and
+values under context parallelism, the sharding by argument name. Packed documents therefore stay apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torchtitan.models.common.attention import FlexAttention
+
+_DENSE = "_jumar_dense"
+
+
+def dense_mask(block_mask: BlockMask) -> Tensor:
+    """The mask as bool [B or 1, H or 1, Q, K]: True where a query sees a key.
+
+    Made once a mask and kept on it. Built from ``mask_mod``, so it is exact at any length, also for the part of a mask
+    that a rank holds under context parallelism.
+    """
+    mask = getattr(block_mask, _DENSE, None)
+    if mask is None:
+        batch, heads = block_mask.kv_num_blocks.shape[:2]
+        queries, keys = block_mask.seq_lengths
+        device = block_mask.kv_num_blocks.device
+        mask = create_mask(block_mask.mask_mod, batch, heads, queries, keys, device=str(device))
+        setattr(block_mask, _DENSE, mask)
+    return mask
+
+
+def create_dense_block_mask(
+    mask_mod: Any, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, *args: Any, **kwargs: Any
+) -> BlockMask:
+    """``create_block_mask`` without compilation, with the dense mask made alongside."""
+    block_mask = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, *args, **kwargs)
+    dense_mask(block_mask)
+    return block_mask
+
+
+class SdpaFlexAttention(FlexAttention):
+    """Inner attention of a language model on a CPU; [B, L, N, H] in and out.
+
+    Raises:
+        NotImplementedError: a score modification, or an epilogue that needs the log-sum-exp, is asked for.
+    """
+
+    def forward(
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: BlockMask,
+        score_mod: Any = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        if score_mod is not None:
+            raise NotImplementedError("attention on the CPU: score_mod is not supported")
+        if out_transform is not None:
+            raise NotImplementedError("attention on the CPU: out_transform (log-sum-exp) is not supported")
+        if not isinstance(attention_masks, BlockMask):
+            raise TypeError(f"attention_masks must be a BlockMask, got {type(attention_masks).__name__}")
+        q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=dense_mask(attention_masks), scale=scale, enable_gqa=enable_gqa
+        )
+        return out.transpose(1, 2)
+
+

@@ -1,0 +1,101 @@
+"""Shims of torchtitan: the one Triton module that it imports unconditionally, and language-model attention on CPUs."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+from types import ModuleType
+from typing import Any
+
+from jumar.compat.shim import Shim
+
+# The kernels of an expert-parallel dispatcher that only runs on CUDA.
+_TRITON_MODULE = "torchtitan.distributed.minimal_async_ep.kernels"
+# In 0.2.x the kernels of the MoE token order; they have a CPU form in the same file.
+_TRITON_MODULE_02 = "torchtitan.models.moe.kernels"
+
+
+def _has(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version() -> tuple[int, ...]:
+    """(0, 3, 0) for torchtitan 0.3.0; () when it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return tuple(int(part) for part in version("torchtitan").split(".")[:3] if part.isdigit())
+    except PackageNotFoundError:
+        return ()
+
+
+def _needs_triton_stub() -> bool:
+    return bool(_version()) and not _has("triton")
+
+
+def _patch_triton_stub() -> None:
+    """Puts a stand-in for the single module that imports triton; ``triton`` itself must stay absent for Inductor."""
+    name = _TRITON_MODULE if _version() >= (0, 3) else _TRITON_MODULE_02
+    if name in sys.modules:
+        return
+    stub = ModuleType(name, "Stand-in: the kernels of this module need triton, which is not installed.")
+    stub.__spec__ = importlib.machinery.ModuleSpec(name, loader=None)
+
+    def attribute(key: str) -> Any:
+        if key.startswith("__"):
+            raise AttributeError(key)
+
+        def missing(*args: Any, **kwargs: Any) -> Any:
+            raise RuntimeError(f"{name}.{key} needs triton, which is not installed")
+
+        return missing
+
+    stub.__getattr__ = attribute
+    if name == _TRITON_MODULE_02:
+        from jumar.titan02.moe_indices import generate_permute_indices
+
+        stub.generate_permute_indices = generate_permute_indices
+    sys.modules[name] = stub
+
+
+def _needs_attention() -> bool:
+    if _version() < (0, 3):
+        return False
+    from torchtitan.tools.utils import device_type
+
+    return device_type == "cpu"
+
+
+def _patch_attention() -> None:
+    from torchtitan.models.common import attention
+
+    from jumar.compat.attention import SdpaFlexAttention, create_dense_block_mask
+
+    # Every config of FlexAttention builds the subclass from here on, in eager and in fused models alike.
+    attention.FlexAttention.Config._owner = SdpaFlexAttention
+    # The stock form compiles create_block_mask, which costs tens of seconds and a C++ compiler.
+    attention._compiled_create_block_mask = create_dense_block_mask
+
+
+#: In the order in which they are applied.
+SHIMS = [
+    Shim(
+        "triton_stub",
+        "torchtitan imports one module of Triton kernels for CUDA unconditionally; triton is not installed",
+        "torchtitan/distributed/minimal_async_ep/api.py",
+        _needs_triton_stub,
+        _patch_triton_stub,
+    ),
+    Shim(
+        "flex_attention",
+        "FlexAttention, the only attention that torchtitan takes for language models, has no backward on CPUs",
+        "torchtitan/models/common/config_utils.py: get_attention_config",
+        _needs_attention,
+        _patch_attention,
+        late=True,
+    ),
+]

@@ -1,0 +1,83 @@
+"""torchtitan 0.3.0 on fused operators: overrides of its configuration nodes.
+
+With any torchtitan command::
+
+    --override.imports jumar.titan.npu_rms_norm jumar.titan.npu_rope jumar.titan.npu_swiglu jumar.titan.npu_linear
+
+Each name below is an override factory. It turns a node of the model's configuration into the same node of a fused
+module, before anything is built, so the module's sharding, initialisation and place in the model stay, and with them
+FSDP, tensor, pipeline and context parallelism. :func:`plan` tells beforehand what they will match.
+
+Importing this module applies the compat shims that the machine needs (:mod:`jumar.compat`).
+"""
+
+from __future__ import annotations
+
+from jumar import compat
+
+compat.apply()
+
+from torchtitan.config.override import _REGISTRY, Override  # noqa: E402
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward  # noqa: E402
+from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE  # noqa: E402
+
+from jumar.titan import modules  # noqa: E402
+from jumar.titan.nodes import Converter, install  # noqa: E402
+
+CONVERTERS: dict[str, Converter] = {
+    converter.name: converter
+    for converter in (
+        Converter(
+            "npu_rms_norm", "npu_rms_norm", RMSNorm.Config, {RMSNorm.Config: modules.FusedRMSNorm.Config}
+        ),
+        Converter(
+            "npu_rope",
+            "npu_rotary_mul",
+            RoPE.Config,
+            {
+                CosSinRoPE.Config: modules.FusedCosSinRoPE.Config,
+                ComplexRoPE.Config: modules.FusedComplexRoPE.Config,
+            },
+        ),
+        Converter(
+            "npu_swiglu",
+            "swiglu_gate_up",
+            FeedForward.Config,
+            {
+                FeedForward.Config: modules.FusedFeedForward.Config,
+                SigmoidGatedFeedForward.Config: modules.FusedSigmoidGatedFeedForward.Config,
+            },
+        ),
+        Converter("npu_linear", "npu_linear", Linear.Config, {Linear.Config: modules.FusedLinear.Config}),
+    )
+}
+
+
+def npu_rms_norm(config: RMSNorm.Config) -> RMSNorm.Config:
+    """Override factory: RMSNorm on ``npu_rms_norm``."""
+    return CONVERTERS["npu_rms_norm"].convert(config)
+
+
+def npu_rope(config: RoPE.Config) -> RoPE.Config:
+    """Override factory: rotary positions, half and interleaved, on ``npu_rotary_mul``."""
+    return CONVERTERS["npu_rope"].convert(config)
+
+
+def npu_swiglu(config: FeedForward.Config) -> FeedForward.Config:
+    """Override factory: the SwiGLU feed-forward on ``swiglu_gate_up``."""
+    return CONVERTERS["npu_swiglu"].convert(config)
+
+
+def npu_linear(config: Linear.Config) -> Linear.Config:
+    """Override factory: projections on ``npu_linear``."""
+    return CONVERTERS["npu_linear"].convert(config)
+
+
+for _factory in (npu_rms_norm, npu_rope, npu_swiglu, npu_linear):
+    install(_REGISTRY, Override, CONVERTERS[_factory.__name__], _factory)
+
+from jumar.titan.plan import count_modules, plan  # noqa: E402
+
+__all__ = ["CONVERTERS", "count_modules", "npu_linear", "npu_rms_norm", "npu_rope", "npu_swiglu", "plan"]

@@ -1,0 +1,73 @@
+"""One converter for torchtitan: which configuration nodes it takes, and how a node becomes a fused one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+#: The name under which torchtitan sees all of this package's overrides when it looks for conflicts.
+FAMILY = "jumar.titan"
+
+
+@dataclass(frozen=True)
+class Converter:
+    """A converter of configuration nodes.
+
+    Attributes:
+        name: as in a job file.
+        operator: the fused operator that the built module calls.
+        target: the class of nodes to look at, subclasses included.
+        replacements: for an exact node class, the node class of the fused module.
+    """
+
+    name: str
+    operator: str
+    target: type
+    replacements: dict[type, type]
+
+    def fused(self, config: Any) -> bool:
+        """True for a node that this converter has converted."""
+        return type(config) in self.replacements.values()
+
+    def obstacle(self, config: Any) -> str | None:
+        """Why a node of the target's kind stays as it is; None when it can be converted.
+
+        Only exact classes are known to compute what the operator computes: a subclass may add terms.
+        """
+        if self.fused(config):
+            return "already converted"
+        if type(config) not in self.replacements:
+            owner = type(config)._owner
+            return f"{owner.__qualname__ if owner else type(config).__qualname__} computes more than {self.operator}"
+        if getattr(config, "elementwise_affine", True) is False:
+            return "the norm has no weight"
+        return None
+
+    def convert(self, config: Any) -> Any:
+        """The node as a fused one, or unchanged where it cannot be.
+
+        The node keeps its identity: torchtitan collects all matches first and applies them one by one, so a node that
+        were exchanged for a copy would take nodes inside it, claimed by another converter, out of the tree.
+        """
+        if self.obstacle(config) is None:
+            config.__class__ = self.replacements[type(config)]
+        return config
+
+
+def install(registry: dict, base: type, converter: Converter, factory: Callable) -> None:
+    """Registers a factory as a torchtitan override.
+
+    All share one name in the check for conflicts, because they may nest (a linear layer in a feed-forward): nodes keep
+    their identity, so their order does not matter. Conflicts with anybody else's overrides are still found.
+    """
+    key = f"{factory.__module__}.{factory.__name__}"
+    if key not in registry:
+        family = type("FamilyOverride", (base,), {"name": property(lambda self: FAMILY)})
+        registry[key] = family(
+            target_cls=converter.target,
+            factory=factory,
+            fqns=None,
+            description=f"{converter.operator} in place of torch's own operations",
+            origin_module=factory.__module__,
+        )
