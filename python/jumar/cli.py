@@ -110,7 +110,9 @@ def env(json: Json = False) -> None:
 
 @app.command()
 def ops(
-    name: Annotated[str | None, typer.Argument(help="One operator, in full.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="One operator, in full.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """The operators: schema, formula, dtypes, error bounds, page of the documentation."""
@@ -171,7 +173,10 @@ def _load_model(model: str, **options: Any) -> Any:
 @app.command()
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="A folder with a config.json, or the name of a built-in model.")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A folder with a config.json, or the name of a built-in model."
+        ),
     ],
     converters: Annotated[
         str | None,
@@ -202,7 +207,10 @@ def inspect(
 @app.command()
 def verify(
     model: Annotated[
-        str | None, typer.Argument(help="A model to verify whole: a folder or a built-in name.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="A model to verify whole: a folder or a built-in name."
+        ),
     ] = None,
     op: Annotated[
         str | None, typer.Option("--op", help="Operators, comma-separated; default all.")

@@ -1,0 +1,152 @@
+"""jumar.bench: shapes, interleaving, limits, and that wrong results are never timed. No time is asserted."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from jumar import bench
+from jumar.opinfo import OPERATORS
+from jumar.opinfo.table import _passes
+
+REGISTERED = [info for info in OPERATORS.values() if info.registered]
+
+
+def test_shapes():
+    for info in OPERATORS.values():
+        shapes = bench.read_shapes(info.shapes_file)
+        assert list(shapes)[:2] == ["small", "odd"]
+        first = math.prod(shapes["small"].values())
+        assert all(math.prod(sizes.values()) >= first for sizes in shapes.values())
+        assert any(size % 2 for size in shapes["odd"].values())
+    with pytest.raises(ValueError, match="did you mean 'small'"):
+        bench.pick("linear", "smal")
+
+
+def test_malformed_shapes(tmp_path, monkeypatch):
+    from jumar.bench import shapes
+
+    monkeypatch.setattr(shapes, "_FOLDER", tmp_path)
+    for text in ("a rows=x", "a rows", "a rows=1\na rows=2", "a"):
+        (tmp_path / "bad.txt").write_text(text)
+        with pytest.raises(ValueError, match=r"bad.txt:\d: "):
+            shapes.read_shapes("bad")
+
+
+@pytest.mark.parametrize("info", REGISTERED, ids=lambda info: info.name)
+def test_traffic_counts_every_tensor_once(info):
+    """Forward: inputs and outputs. Backward: incoming gradients, inputs, gradients. Small vectors are left out."""
+    if info.traffic is None:
+        assert info.flops is not None
+        return
+    shape = bench.read_shapes(info.shapes_file)["odd"]
+    tensors = info.bench(shape, torch.bfloat16)
+    large = [
+        t.numel() for name, t in tensors.items() if name not in info.constants and name != "gamma"
+    ]
+    outputs = dict(zip(info.outputs, info.fused(*tensors.values()), strict=True))
+    results = [outputs[name].numel() for name in info.differentiable]
+    forward, both = info.traffic(shape, 2)
+    assert forward == 2 * (sum(large) + sum(results))
+    # The norm's input is read again by its gradient; the rotary gradient needs no input. npu_add_rms_norm keeps the sum.
+    if info.name == "npu_rotary_mul":
+        backward = sum(results) + sum(large)
+    elif info.name == "npu_add_rms_norm":
+        backward = sum(results) + large[0] + large[0]  # both inputs get the same gradient
+    else:
+        backward = sum(results) + 2 * sum(large)
+    assert both - forward == 2 * backward
+    assert _passes(1, 1)({"rows": 3, "cols": 5}, 4) == (60.0, 120.0)
+
+
+def test_interleave():
+    calls: list[str] = []
+    timings = bench.interleave(
+        {"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=4, sample=0
+    )
+    assert timings["a"].samples == timings["b"].samples == 4
+    assert 0 < timings["a"].minimum <= timings["a"].median
+    # one uncounted call, one to estimate, then turns whose order rotates
+    assert "".join(calls) == "aabb" + "abbaabba"
+
+
+def test_limits():
+    limits = bench.measure(quick=True)
+    assert limits.copy_gbs > 0 and limits.fma_gflops > 0 and limits.bf16_gflops >= 0
+    assert limits.flops_limit(torch.float32) == limits.fma_gflops
+    better = limits.better(dataclasses.replace(limits, copy_gbs=1e9, fma_gflops=0.0))
+    assert (better.copy_gbs, better.fma_gflops) == (1e9, limits.fma_gflops)
+
+
+def test_plan():
+    jobs = bench.plan(["npu_rms_norm"], None, None, quick=True)
+    assert [(job.dtype, job.shape_name) for job in jobs] == [
+        (torch.float32, "small"),
+        (torch.float32, "odd"),
+        (torch.bfloat16, "small"),
+        (torch.bfloat16, "odd"),
+    ]
+    assert {job.info.name for job in bench.plan(None, None, None)} == {i.name for i in REGISTERED}
+    with pytest.raises(ValueError, match="unknown operator"):
+        bench.plan(["nothing"], None, None)
+
+
+@pytest.mark.parametrize("info", REGISTERED, ids=lambda info: info.name)
+def test_every_operator_runs(info):
+    result = bench.run(
+        bench.plan([info.name], [torch.bfloat16], "small"), quick=True, inductor=False
+    )
+    assert result.ok and len(result.rows) == 2
+    for row in result.rows:
+        assert set(row.timings) == {"eager", "jumar"}
+        assert row.ratio("eager") > 0 and row.ratio("inductor") is None
+        assert row.percent > 0 and row.ulp <= row.stated
+
+
+def test_inductor_takes_part():
+    result = bench.run(bench.plan(["npu_rms_norm"], [torch.float32], "small"), quick=True)
+    assert result.ok
+    assert all("inductor" in r.timings or r.note.startswith("Inductor: ") for r in result.rows)
+
+
+def test_wrong_results_are_not_timed(monkeypatch):
+    gemma = OPERATORS["npu_gemma_rms_norm"]
+    wrong = dataclasses.replace(OPERATORS["npu_rms_norm"], plain=gemma.plain, terms=gemma.terms)
+    monkeypatch.setitem(OPERATORS, "npu_rms_norm", wrong)
+    result = bench.run(bench.plan(["npu_rms_norm"], [torch.float32], "small"), quick=True)
+    assert not result.ok
+    assert result.rows[0].timings == {} and result.rows[0].note.startswith("wrong: ")
+    assert not bench.to_dict(result)["ok"]
+
+
+def test_slow_eager_is_timed_once(monkeypatch):
+    from jumar.bench import runner
+
+    monkeypatch.setattr(runner, "SLOW_GFLOPS", 1e9)
+    jobs = bench.plan(["npu_linear"], [torch.bfloat16], None, quick=True)
+    small, _, odd, _ = bench.run(jobs, quick=True, inductor=False).rows
+    assert "eager" in small.timings and "eager" not in odd.timings
+    assert "smallest shape only" in odd.note
+
+
+def test_reports(tmp_path, capsys):
+    from rich.console import Console
+
+    result = bench.run(
+        bench.plan(["npu_rms_norm"], [torch.float32], "small"), quick=True, inductor=False
+    )
+    bench.show(result, Console(width=180))
+    out = capsys.readouterr().out
+    assert "npu_rms_norm" in out and "copy" in out and "GB/s" in out
+    bench.write_csv(result, str(tmp_path / "rows.csv"))
+    with open(tmp_path / "rows.csv", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["direction"] for row in rows] == ["forward", "forward + backward"]
+    assert float(rows[0]["jumar_min"]) == result.rows[0].timings["jumar"].minimum
+    assert rows[0]["inductor_min"] == ""
+    data = bench.to_dict(result)
+    assert data["rows"][0]["ratios"].keys() == {"eager minimum", "eager median"}
