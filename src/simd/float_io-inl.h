@@ -3,6 +3,7 @@
 // A kernel is a template over the stored type T (float, BF16, F16, double) and computes in ComputeOf<T>: float, or
 // double for double. Narrowing rounds to nearest, ties to even; overflow gives infinity; NaN stays NaN (made quiet,
 // sign and upper payload bits kept). No load or store touches memory outside the given elements.
+#include <algorithm>
 #include <type_traits>
 
 #include "hwy/highway.h"
@@ -83,7 +84,7 @@ HWY_INLINE hn::Vec<D> WidenF16(D d, V16 bits) {
 
 // float -> fp16 bits, nearest even.
 template <class D, class V>
-HWY_INLINE auto NarrowF16(D d, V v) {
+HWY_INLINE auto NarrowF16([[maybe_unused]] D d, V v) {
   const hn::Rebind<uint16_t, D> du16;
 #if HWY_TARGET == HWY_SSE4 || HWY_TARGET == HWY_SSSE3
   const hn::RebindToUnsigned<D> du32;
@@ -213,6 +214,62 @@ HWY_INLINE void StorePair(D d, hn::Vec<D> a, hn::Vec<D> b, T* HWY_RESTRICT p) {
   } else {
     hn::StoreU(a, d, p);
     hn::StoreU(b, d, p + hn::Lanes(d));
+  }
+}
+
+// 2 * Lanes(d) adjacent elements in order: a holds the first half, b the second.
+template <class D, typename T>
+HWY_INLINE void LoadTwo(D d, const T* HWY_RESTRICT p, hn::Vec<D>& a, hn::Vec<D>& b) {
+  a = LoadWide(d, p);
+  b = LoadWide(d, p + hn::Lanes(d));
+}
+
+// The inverse of LoadTwo, rounded once. kStream: past the caches; p must then be aligned to a vector.
+template <bool kStream = false, class D, typename T>
+HWY_INLINE void StoreTwo(D d, hn::Vec<D> a, hn::Vec<D> b, T* HWY_RESTRICT p) {
+  if constexpr (std::is_same_v<T, BF16>) {
+    const hn::Repartition<uint16_t, D> du16;
+    // The upper halves of the rounded floats are the odd 16-bit lanes.
+    const auto out =
+        hn::ConcatOdd(du16, hn::BitCast(du16, RoundToBF16Bits(d, b)), hn::BitCast(du16, RoundToBF16Bits(d, a)));
+    if constexpr (kStream) {
+      hn::Stream(out, du16, reinterpret_cast<uint16_t*>(p));
+    } else {
+      hn::StoreU(out, du16, reinterpret_cast<uint16_t*>(p));
+    }
+  } else {
+    StorePair<kStream>(d, a, b, p);
+  }
+}
+
+// Calls body(load, store) over [0, n), two vectors at a time: load(p, a, b) reads at p + i, store(a, b, p) writes at
+// p + i; the rest goes through buffers. kStream: stores go past the caches, so their pointers are aligned to vectors
+// and the caller ends with hwy::FlushStream().
+template <bool kStream = false, class D, class Body>
+HWY_INLINE void ForEachTwo(D d, size_t n, const Body& body) {
+  using V = hn::Vec<D>;
+  const size_t step = 2 * hn::Lanes(d);
+  size_t i = 0;
+  for (; i + step <= n; i += step) {
+    body([&](const auto* p, V& a, V& b) HWY_ATTR { LoadTwo(d, p + i, a, b); },
+         [&](V a, V b, auto* p) HWY_ATTR {
+           // Working arrays of the compute type stay in cache.
+           StoreTwo<kStream && !std::is_same_v<decltype(p), hn::TFromD<D>*>>(d, a, b, p + i);
+         });
+  }
+  if (i < n) {
+    const size_t rest = n - i;
+    body(
+        [&](const auto* p, V& a, V& b) HWY_ATTR {
+          std::remove_cvref_t<decltype(*p)> buffer[2 * HWY_MAX_BYTES / sizeof(hn::TFromD<D>)] = {};
+          std::copy(p + i, p + i + rest, buffer);
+          LoadTwo(d, buffer, a, b);
+        },
+        [&](V a, V b, auto* p) HWY_ATTR {
+          std::remove_cvref_t<decltype(*p)> buffer[2 * HWY_MAX_BYTES / sizeof(hn::TFromD<D>)];
+          StoreTwo(d, a, b, buffer);
+          std::copy(buffer, buffer + rest, p + i);
+        });
   }
 }
 
