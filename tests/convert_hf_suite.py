@@ -43,11 +43,11 @@ def step(model, inputs):
     return out.loss.detach(), out.logits.detach(), grads
 
 
-def assert_close(actual, expected, relative):
+def assert_close(actual, expected, relative, what=""):
     """Every element within ``relative`` of the tensor's largest; NaN is never close."""
     assert actual.dtype == expected.dtype and actual.shape == expected.shape
     bound = relative * expected.abs().max().clamp_min(1e-30)
-    assert bool(((actual - expected).abs() <= bound).all())
+    assert bool(((actual - expected).abs() <= bound).all()), what
 
 
 def assert_same_step(actual, expected, relative=1e-5):
@@ -55,7 +55,7 @@ def assert_same_step(actual, expected, relative=1e-5):
     assert_close(actual[1], expected[1], relative)
     assert actual[2].keys() == expected[2].keys()
     for name, grad in expected[2].items():
-        assert_close(actual[2][name], grad, relative), name
+        assert_close(actual[2][name], grad, relative, name)
 
 
 def counted(function):

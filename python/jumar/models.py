@@ -174,8 +174,7 @@ def load(model: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32
         raise ValueError(f"{folder / 'config.json'}: {error}") from error
     cls = getattr(transformers, (getattr(config, "architectures", None) or [""])[0] or "", None)
     if cls is None:
-        auto = transformers.AutoModelForCausalLM
-        cls = auto._model_mapping[type(config)] if type(config) in auto._model_mapping else None
+        cls = _class_for(config)
     if cls is None:
         raise ValueError(f"{folder}: no model class for the configuration {type(config).__name__}")
     if any((folder / name).is_file() for name in _WEIGHTS):
@@ -183,6 +182,19 @@ def load(model: str | Path, *, seed: int = 0, dtype: torch.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return cls(config).to(dtype).eval()
+
+
+def _class_for(config: Any) -> type | None:
+    """The class that transformers pairs with a configuration which does not name one itself."""
+    import transformers
+
+    with torch.device("meta"):
+        for auto in (transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM):
+            try:
+                return type(auto.from_config(config))
+            except ValueError:  # not a configuration of this kind of model
+                continue
+    return None
 
 
 def example_inputs(
