@@ -1,5 +1,9 @@
 #include "base/scratch.h"
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -10,6 +14,7 @@ namespace {
 
 constexpr size_t kAlign = 64;
 constexpr size_t kMinBlock = size_t{1} << 20;
+constexpr size_t kHugePage = size_t{2} << 20;
 
 struct Block {
   char* data;
@@ -32,9 +37,14 @@ struct Arena {
   }
 
   void AddBlock(size_t bytes) {
-    bytes = (bytes + kAlign - 1) / kAlign * kAlign;
-    char* data = static_cast<char*>(std::aligned_alloc(kAlign, bytes));
+    // Large blocks ask for huge pages: packed panels are read in long streams that cross many small pages.
+    const size_t align = bytes >= 2 * kHugePage ? kHugePage : kAlign;
+    bytes = (bytes + align - 1) / align * align;
+    char* data = static_cast<char*>(std::aligned_alloc(align, bytes));
     if (data == nullptr) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+    if (align == kHugePage) madvise(data, bytes, MADV_HUGEPAGE);  // a hint; failure changes nothing
+#endif
     blocks.push_back({data, bytes});
   }
 };

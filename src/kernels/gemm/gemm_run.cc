@@ -8,13 +8,14 @@
 
 #include "base/parallel.h"
 #include "base/scratch.h"
+#include "jumar/runtime.h"
 #include "kernels/gemm/gemm_kernel.h"
 
 namespace jumar {
 namespace {
 
-constexpr int64_t kTileRows = 128;
-constexpr int64_t kTileCols = 256;
+constexpr int64_t kTileRows = 256;
+constexpr int64_t kTileCols = 512;
 constexpr int64_t kMaxDepth = 2048;          // k of packed operands
 constexpr int64_t kMaxSideTimesK = 1 << 21;  // elements of one packed operand
 constexpr int64_t kSerialPack = 1 << 15;     // elements that are not worth a second thread
@@ -49,10 +50,21 @@ class Product {
     mb_ = Balanced(store.m, side, kernel.mr);
     nb_ = Balanced(store.n, side, kernel.nr);
     mc_ = Balanced(mb_, kTileRows, kernel.mr);
-    private_b_ = mb_ <= mc_ && store.m <= mb_;
-    int64_t cols = private_b_ && store.m <= 32 ? kTileCols / 2 : kTileCols;
-    nt_ = Balanced(nb_, cols, kernel.nr);
-    while (nt_ > 2 * kernel.nr && CeilDiv(mb_, mc_) * CeilDiv(nb_, nt_) < 16) nt_ = RoundUp(nt_ / 2, kernel.nr);
+    private_b_ = store.m <= mc_;
+    nt_ = Balanced(nb_, store.m <= 32 ? kTileCols / 4 : kTileCols, kernel.nr);
+    // Smaller tiles where there are too few to keep all threads busy to the end.
+    const int64_t wanted = 4 * NumThreads();
+    while (CeilDiv(mb_, mc_) * CeilDiv(nb_, nt_) < wanted) {
+      if (nt_ >= 2 * mc_ && nt_ > 2 * kernel.nr) {
+        nt_ = RoundUp(nt_ / 2, kernel.nr);
+      } else if (mc_ > kTileRows / 4) {
+        mc_ = RoundUp(mc_ / 2, kernel.mr);
+      } else if (nt_ > 2 * kernel.nr) {
+        nt_ = RoundUp(nt_ / 2, kernel.nr);
+      } else {
+        break;
+      }
+    }
     a_panel_ = kernel.PanelStride(kernel.mr, kc_);
     b_panel_ = kernel.PanelStride(kernel.nr, kc_);
     direct_ = store.dtype == kernel.acc && store.col_stride == 1 && store.bias == nullptr;

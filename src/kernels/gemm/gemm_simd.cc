@@ -9,6 +9,7 @@
 #define HWY_TARGET_INCLUDE "kernels/gemm/gemm_simd.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
+#include "hwy/cache_control.h"
 #include "kernels/gemm/pack-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -28,6 +29,9 @@ constexpr int kMR = 12;
 #define JUMAR_GEMM_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
 constexpr int kMR = 6;
 #endif
+// Elements of A and of B that are fetched ahead: far enough for the last-level cache, and across the gaps that a
+// hardware prefetcher leaves at page borders.
+constexpr int kAhead = 512;
 
 // c[kRows x 2 vectors] (+)= sum over k of a[k][0..kRows) x b[k][..]. One accumulator per element, k ascending.
 template <int kRows, typename T>
@@ -40,9 +44,20 @@ HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_
   [[maybe_unused]] auto hi##i = hn::Zero(d);
   JUMAR_GEMM_ROWS(JUMAR_X)
 #undef JUMAR_X
+  // C is needed at the end only.
+#define JUMAR_X(i)                      \
+  if constexpr (i < kRows) {            \
+    hwy::Prefetch(c + i * ldc);         \
+    hwy::Prefetch(c + i * ldc + lanes); \
+  }
+  JUMAR_GEMM_ROWS(JUMAR_X)
+#undef JUMAR_X
   for (int64_t k = 0; k < kc; ++k) {
     const auto b0 = hn::LoadU(d, b);
     const auto b1 = hn::LoadU(d, b + lanes);
+    hwy::Prefetch(a + kAhead);
+    hwy::Prefetch(b + kAhead);
+    hwy::Prefetch(b + kAhead + lanes);
 #define JUMAR_X(i)                     \
   if constexpr (i < kRows) {           \
     const auto ai = hn::Set(d, a[i]);  \
