@@ -1,0 +1,44 @@
+"""Folders that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder beside ``folder`` to write to, and puts it in its place when the body ends well.
+
+    Files are synced to the disk before the rename, so after a crash ``folder`` is the old one or the new one, never a
+    part of it. When the body fails, ``folder`` stays as it was.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    place = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    try:
+        yield place
+        for path in sorted(place.rglob("*")):
+            _sync(path)
+        _sync(place)
+        old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+        if folder.exists():
+            os.rename(folder, old)
+        os.rename(place, folder)
+        _sync(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise

@@ -1,0 +1,135 @@
+"""A checked job as torchtitan 0.3.0's ``Trainer.Config``."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from jumar.train.errors import JobError
+from jumar.train.job import Job, nearest
+
+
+def model_spec(job: Job) -> Any:
+    """The model that the job names. JobError, with the nearest name, for one that torchtitan does not have."""
+    from jumar.titan import models
+
+    name, flavor = job["model"]["name"], job["model"]["flavor"]
+    if name not in models.model_names():
+        known = models.model_names()
+        raise JobError(f"model.name = {name!r} is unknown{nearest(name, known)} (known: {', '.join(known)})")
+    if flavor not in models.flavors(name):
+        known = models.flavors(name)
+        raise JobError(
+            f"model.flavor = {flavor!r} is unknown for {name}{nearest(flavor, known)} (known: {', '.join(known)})"
+        )
+    return models.model_spec(name, flavor)
+
+
+def _shared(section: dict[str, Any], target: type, **changed: Any) -> Any:
+    """An instance of a torchtitan dataclass from the keys that it shares with a section, and changed ones."""
+    known = {field.name for field in fields(target) if field.init}
+    return target(**{**{k: v for k, v in section.items() if k in known}, **changed})
+
+
+def _activation_checkpoint(section: dict[str, Any]) -> Any:
+    from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC
+
+    from jumar.titan.checkpointing import FusedSelectiveAC
+
+    target = {
+        "none": None,
+        "selective": FusedSelectiveAC.Config,
+        "full": FullAC.Config,
+        "memory_budget": MemoryBudgetAC.Config,
+    }[section["mode"]]
+    return None if target is None else _shared(section, target)
+
+
+def trainer_config(job: Job, spec: Any, dataset: str, tokenizer: Path, converters: list[str]) -> Any:
+    """The configuration of torchtitan's Trainer.
+
+    Args:
+        job: the checked job.
+        spec: its model, see :func:`model_spec`.
+        dataset: name under which the data is registered with torchtitan.
+        tokenizer: folder of the tokenizer.
+        converters: plain names, each an override of :mod:`jumar.titan`.
+
+    Raises:
+        JobError: torchtitan refuses a combination of values; the text is torchtitan's.
+    """
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+    from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+    from torchtitan.config.configs import (
+        CommConfig,
+        CompileConfig,
+        DebugConfig,
+        ParallelismConfig,
+        TrainingConfig,
+    )
+    from torchtitan.config.override import OverrideConfig
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+    from torchtitan.trainer import Trainer
+
+    from jumar.train.metrics import JobMetrics
+
+    training, optimizer, parallelism = job["training"], job["optimizer"], job["parallelism"]
+    adam = default_adamw(
+        lr=optimizer["lr"],
+        betas=(optimizer["beta1"], optimizer["beta2"]),
+        eps=optimizer["eps"],
+        weight_decay=optimizer["weight_decay"],
+    )
+    adam.param_groups[0].optimizer_name = optimizer["name"]
+    adam.implementation = optimizer["implementation"]
+    loss: Any = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
+    if training["loss_chunks"] > 1:
+        loss = ChunkedLossWrapper.Config(loss_fn=loss, num_chunks=training["loss_chunks"])
+    balancer = parallelism["context_parallel_load_balancer"]
+    dump = job.dump_folder
+    metrics = job["metrics"]
+    initial = job.path("checkpoint.initial_load_path")
+    try:
+        return Trainer.Config(
+            model_spec=spec,
+            hf_assets_path=str(tokenizer),
+            dump_folder=str(dump),
+            metrics=_shared(
+                metrics,
+                JobMetrics.Config,
+                jsonl=str(dump / metrics["jsonl_file"]) if metrics["jsonl_file"] else None,
+                steps=training["steps"],
+            ),
+            dataloader=HuggingFaceTextDataLoader.Config(
+                dataset=dataset,
+                dataset_path=None if dataset.startswith("jsonl:") else training["dataset_path"],
+            ),
+            optimizer=adam,
+            lr_scheduler=_shared(job["lr_scheduler"], LRSchedulersContainer.Config),
+            training=_shared(training, TrainingConfig, disable_cuda_graphs=True),
+            parallelism=_shared(
+                parallelism,
+                ParallelismConfig,
+                context_parallel_load_balancer=None if balancer == "none" else balancer,
+            ),
+            checkpoint=_shared(
+                job["checkpoint"],
+                CheckpointManager.Config,
+                initial_load_path=str(initial) if initial else None,
+            ),
+            activation_checkpoint=_activation_checkpoint(job["activation_checkpoint"]),
+            compile=_shared(job["compile"], CompileConfig),
+            comm=CommConfig(trace_buf_size=0, init_timeout_seconds=600, train_timeout_seconds=600),
+            debug=DebugConfig(
+                seed=training["seed"],
+                deterministic=training["deterministic"],
+                print_config=job["job"]["print_config"],
+                enable_structured_logging=False,
+            ),
+            override=OverrideConfig(imports=[f"jumar.titan.{name}" for name in converters]),
+            loss=loss,
+        )
+    except (ValueError, AssertionError) as error:
+        raise JobError(f"{job.file.name}: {error}") from error

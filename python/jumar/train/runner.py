@@ -1,0 +1,325 @@
+"""Runs a job: checks it whole, builds torchtitan's trainer, trains, exports, reports."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json as json_module
+import logging
+import os
+import socket
+import statistics
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import jumar
+from jumar import compat
+from jumar.convert.errors import ConverterError
+from jumar.train import data, export, mapping, plot, summary, tokenizer
+from jumar.train.errors import JobError
+from jumar.train.job import Job, load
+
+
+@dataclass
+class Prepared:
+    """A job whose every input was checked: nothing is trained yet."""
+
+    job: Job
+    spec: Any
+    report: Any
+    texts: data.Texts | None
+    tokenizer: Path
+    vocab: int
+    hf_config: dict[str, Any] | None
+
+
+def ranks() -> tuple[int, int]:
+    """(rank, world size) as torchrun gives them; (0, 1) without it."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _data_ranks(job: Job, world: int) -> int:
+    """How many ranks read different data."""
+    parallelism = job["parallelism"]
+    shared = 1
+    for name in ("tensor", "pipeline", "context"):
+        shared *= parallelism[f"{name}_parallel_degree"]
+    if world % shared:
+        raise JobError(
+            f"{world} processes cannot be split over tensor, pipeline and context parallelism of {shared} together"
+        )
+    replicas, shards = (parallelism[f"data_parallel_{n}_degree"] for n in ("replicate", "shard"))
+    left = world // shared
+    if (shards == -1 and left % replicas) or (shards != -1 and replicas * shards != left):
+        raise JobError(
+            f"parallelism asks for {shared * replicas * max(shards, 1)} processes, there are {world}"
+        )
+    return left
+
+
+def prepare(config_file: str, overrides: list[str]) -> Prepared:
+    """Reads and checks everything that a user can get wrong. JobError for what is wrong."""
+    job = load(config_file, overrides)
+    try:
+        compat.apply()
+    except compat.ShimError as error:
+        raise JobError(str(error)) from error
+    from jumar import titan
+
+    spec = mapping.model_spec(job)
+    try:
+        report = titan.plan(spec, job["model"]["converters"])
+    except ConverterError as error:
+        raise JobError(f"model.converters: {error}") from error
+    _, world = ranks()
+    texts = data.load(job, _data_ranks(job, world))
+    vocab_size = spec.model.vocab_size
+    assets = job.path("model.hf_assets_path")
+    if assets is None:
+        if texts is None:
+            raise JobError("model.hf_assets_path is missing: a tokenizer can only be trained on dataset jsonl")
+        wanted = job["model"]["tokenizer_vocab_size"] or vocab_size
+        if wanted > vocab_size:
+            raise JobError(
+                f"tokenizer and model disagree: model.tokenizer_vocab_size is {wanted}, "
+                f"the model's vocabulary {vocab_size}"
+            )
+        folder = tokenizer.train(texts, wanted, job.dump_folder / "tokenizer")
+    else:
+        folder = assets
+    size = tokenizer.check(folder, vocab_size)
+    if job["training"]["seq_len"] > spec.model.max_seq_len:
+        raise JobError(
+            f"training.seq_len = {job['training']['seq_len']} is more than the model's {spec.model.max_seq_len}"
+        )
+    config = export.hf_config(job["model"]["name"], spec.model, assets)
+    return Prepared(job, spec, report, texts, folder, size, config)
+
+
+@contextlib.contextmanager
+def _process(world: int) -> Iterator[None]:
+    """What torchrun would set for a single process; leaves torch's and Python's global state as it was."""
+    added = {}
+    if "RANK" not in os.environ:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        added = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
+        os.environ.update(added)
+    root = logging.getLogger()
+    level, collecting = root.level, gc.isenabled()
+    threaded = torch.autograd.is_multithreading_enabled()
+    root.setLevel(logging.ERROR)
+    for name in ("torch.distributed", "torchtitan"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        root.setLevel(level)
+        torch.autograd.set_multithreading_enabled(threaded)
+        if collecting:
+            gc.enable()
+        for name in added:
+            os.environ.pop(name, None)
+
+
+def run(config_file: str, overrides: list[str], *, json: bool = False) -> dict[str, Any]:
+    """See :func:`jumar.train.run`."""
+    prepared = prepare(config_file, overrides)
+    console = Console(stderr=json, highlight=False)
+    if not console.is_terminal:
+        console.width = 160
+    rank, world = ranks()
+    if rank == 0:
+        _introduce(prepared, world, console)
+    result = train(prepared)
+    if rank == 0:
+        if json:
+            print(json_module.dumps(result, indent=2))
+        else:
+            _conclude(result, console)
+    return result
+
+
+def train(prepared: Prepared, *, label: str = "") -> dict[str, Any]:
+    """Trains a prepared job and returns its document; prints the progress line alone.
+
+    Raises:
+        JobError: torchtitan refuses the job when it builds it.
+        RuntimeError: a planned converter is absent from what was built, or its operator never ran.
+    """
+    job = prepared.job
+    rank, world = ranks()
+    if prepared.texts is not None:
+        dataset = data.register(prepared.texts)
+    else:
+        dataset = job["training"]["dataset"]
+    converters = [name for name in prepared.report.requested if name not in prepared.report.unmatched]
+    config = mapping.trainer_config(job, prepared.spec, dataset, prepared.tokenizer, converters)
+    config.metrics.label = label
+    job.dump_folder.mkdir(parents=True, exist_ok=True)
+    jsonl = config.metrics.jsonl
+    if rank == 0 and jsonl and not job["checkpoint"]["enable"]:
+        Path(jsonl).unlink(missing_ok=True)
+    with _process(world):
+        try:
+            trainer = config.build()
+        except (ValueError, AssertionError, NotImplementedError) as error:
+            raise JobError(f"{job.file.name}: {error}") from error
+        try:
+            return _train(trainer, prepared, world)
+        finally:
+            trainer.close()
+
+
+def _train(trainer: Any, prepared: Prepared, world: int) -> dict[str, Any]:
+    from jumar import titan
+
+    job, report = prepared.job, prepared.report
+    if job["checkpoint"]["create_seed_checkpoint"]:
+        trainer.checkpointer.save(curr_step=0, last_step=True)
+        return {"seed_checkpoint": str(job.dump_folder / job["checkpoint"]["folder"])}
+    modules = titan.count_modules(trainer.model_parts)
+    jumar.reset_call_counts()
+    trainer.train()
+    parts = trainer.parallel_dims.pp
+    # Stages differ, other ranks hold the same modules.
+    modules = _sum(modules, world, parts)
+    calls = _sum(jumar.call_counts(), world, world)
+    operators = summary.rows(report, modules, calls)
+    records = _records(trainer.metrics_processor.records, world)
+    if records:
+        _verify(operators)
+    result: dict[str, Any] = {
+        "job": str(job.file),
+        "model": f"{job['model']['name']} {job['model']['flavor']}",
+        "parameters": sum(p.numel() for part in trainer.model_parts for p in part.parameters()),
+        "processes": world,
+        "steps": trainer.step,
+        "losses": [record["loss"] for record in records],
+        "records": records,
+        "tokens_per_second": _speed(records),
+        "operators": operators,
+        "calls": calls,
+        "report": report.to_dict(),
+        "vocabulary": prepared.vocab,
+        "tokenizer": str(prepared.tokenizer),
+        "dump_folder": str(job.dump_folder),
+        "metrics_file": trainer.config.metrics.jsonl,
+        "checkpoint_folder": (
+            str(job.dump_folder / job["checkpoint"]["folder"]) if job["checkpoint"]["enable"] else None
+        ),
+        "hf_folder": _export(trainer, prepared),
+        "plot": None,
+    }
+    if records and job["metrics"]["plot_file"] and torch.distributed.get_rank() == 0:
+        file = job.dump_folder / job["metrics"]["plot_file"]
+        points = [(record["step"], record["loss"]) for record in records]
+        plot.draw(file, {"loss": points}, f"{result['model']}: loss")
+        result["plot"] = str(file)
+    return result
+
+
+def _sum(counts: dict[str, int], world: int, groups: int) -> dict[str, int]:
+    """Counts added up over the ranks; where only ``groups`` of them differ, over one of each."""
+    if world == 1:
+        return dict(counts)
+    every: list[Any] = [None] * world
+    torch.distributed.all_gather_object(every, dict(counts))
+    total: dict[str, int] = {}
+    for share in every:
+        for name, count in share.items():
+            total[name] = total.get(name, 0) + count
+    return {name: count * groups // world for name, count in total.items()}
+
+
+def _records(records: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
+    """The records, on every rank: one of them knows the loss."""
+    if world == 1:
+        return records
+    every: list[Any] = [None] * world
+    torch.distributed.all_gather_object(every, records)
+    return max(every, key=len)
+
+
+def _verify(operators: list[dict[str, Any]]) -> None:
+    for row in operators:
+        if row["planned"] > row["skipped"] and (not row["replaced"] or not row["calls"]):
+            raise RuntimeError(
+                f"{row['converter']}: {row['planned'] - row['skipped']} sites were planned, "
+                f"{row['modules']} modules are fused, {row['operator']} ran {row['calls']} times"
+            )
+
+
+def _speed(records: list[dict[str, Any]]) -> float | None:
+    """The median over the steps; the first one, which carries set-up, is left out."""
+    speeds = [record["tokens_per_second"] for record in records]
+    return statistics.median(speeds[1:] or speeds) if speeds else None
+
+
+def _export(trainer: Any, prepared: Prepared) -> str | None:
+    checkpoint = prepared.job["checkpoint"]
+    adapter_class = prepared.spec.state_dict_adapter
+    if not checkpoint["export_hf"] or prepared.hf_config is None or adapter_class is None:
+        return None
+    dtype = getattr(torch, checkpoint["export_dtype"])
+    weights = export.gather(trainer.model_parts, dtype, trainer.parallel_dims.pp_enabled)
+    folder = prepared.job.dump_folder / checkpoint["export_folder"]
+    if weights is not None:
+        adapter = adapter_class(trainer.model_config, None)
+        export.write(folder, weights, adapter, prepared.hf_config, prepared.tokenizer, dtype)
+    return str(folder)
+
+
+def _introduce(prepared: Prepared, world: int, console: Console) -> None:
+    job = prepared.job
+    if job["job"]["description"]:
+        console.print(job["job"]["description"], style="bold")
+    training = job["training"]
+    documents = f"{len(prepared.texts.documents):,} documents" if prepared.texts else training["dataset"]
+    console.print(
+        f"{job['model']['name']} {job['model']['flavor']}, vocabulary {prepared.spec.model.vocab_size:,} "
+        f"(tokenizer {prepared.vocab:,}), {documents}, {training['steps']} steps of "
+        f"{training['local_batch_size']} x {training['seq_len']} tokens a rank, "
+        f"{training['mixed_precision_param']}, {world} process{'es' if world > 1 else ''}, "
+        f"SIMD {jumar.simd_target()}"
+    )
+    if prepared.report.requested:
+        console.print(prepared.report)
+
+
+def _conclude(result: dict[str, Any], console: Console) -> None:
+    if "losses" not in result:
+        console.print(f"seed checkpoint: {result['seed_checkpoint']}")
+        return
+    if result["operators"]:
+        console.print(summary.table(result["operators"]))
+    if result["losses"]:
+        console.print(
+            f"loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f} in {result['steps']} steps, "
+            f"{result['tokens_per_second']:,.0f} tokens/s"
+        )
+    for key, name in (
+        ("metrics_file", "metrics"),
+        ("plot", "plot"),
+        ("checkpoint_folder", "checkpoints"),
+        ("hf_folder", "Hugging Face model"),
+    ):
+        if result[key]:
+            console.print(f"{name}: {result[key]}", soft_wrap=True)

@@ -1,0 +1,164 @@
+"""The sections and keys of a job file: types, defaults, choices, one line each.
+
+The names are torchtitan's, as torchtitan-npu documents them for TOML; where a value goes in torchtitan 0.3.0 is in
+:mod:`jumar.train.mapping`. Keys that only jumar has are marked so in their text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key. ``kind`` is int, float, bool, str, strs (list of strings) or lists (list of lists of strings).
+
+    ``default`` None means "not set"; such a key also accepts ``none`` on the command line. A key with ``required``
+    has no default. ``path`` marks files and folders that are looked up beside the job file, then in the working folder.
+    """
+
+    name: str
+    kind: str
+    default: Any
+    text: str
+    choices: tuple[str, ...] = ()
+    minimum: float | None = None
+    required: bool = False
+    path: bool = False
+
+
+_DTYPES = ("bfloat16", "float32")
+
+SECTIONS: dict[str, tuple[Key, ...]] = {
+    "job": (
+        Key("config_file", "str", None, "the job file itself; only on the command line"),
+        Key("dump_folder", "str", "./outputs", "where everything is written, relative to the working folder"),
+        Key("description", "str", "", "a line of text, printed at the start"),
+        Key("print_config", "bool", False, "print the whole torchtitan configuration"),
+    ),
+    "model": (
+        Key("name", "str", None, "a model of torchtitan: qwen3, llama3, ...", required=True),
+        Key("flavor", "str", None, "a size of that model: debugmodel, 0.6B, ...", required=True),
+        Key(
+            "hf_assets_path",
+            "str",
+            None,
+            "folder with tokenizer.json; not set: a byte-level BPE is trained on the data",
+            path=True,
+        ),
+        Key("converters", "strs", [], "fused operators to use; `name?` may match nothing"),
+        Key(
+            "tokenizer_vocab_size",
+            "int",
+            None,
+            "jumar: size of a trained tokenizer; not set: the model's vocabulary",
+            minimum=257,
+        ),
+    ),
+    "training": (
+        Key("dataset", "str", "jsonl", "jsonl, or a dataset that torchtitan knows (c4, c4_test)"),
+        Key("dataset_path", "str", None, "folder of, or one, JSON-lines file with a `text` field", path=True),
+        Key("local_batch_size", "int", 8, "sequences a data-parallel rank and forward pass", minimum=1),
+        Key("global_batch_size", "int", -1, "sequences a step over all ranks; -1: local times ranks"),
+        Key("seq_len", "int", 2048, "tokens a sequence", minimum=1),
+        Key("max_norm", "float", 1.0, "gradients are clipped to this norm", minimum=0),
+        Key("steps", "int", 10000, "steps to train", minimum=1),
+        Key("dtype", "str", "float32", "dtype of weights and optimizer states", _DTYPES),
+        Key("mixed_precision_param", "str", "bfloat16", "dtype of the computation", _DTYPES),
+        Key("mixed_precision_reduce", "str", "float32", "dtype of gradient reduction", ("float32",)),
+        Key("enable_cpu_offload", "bool", False, "FSDP's offload of parameters to the host"),
+        Key("gc_freq", "int", 50, "steps between Python garbage collections", minimum=1),
+        Key("gc_debug", "bool", False, "collect garbage after every step"),
+        Key("seed", "int", 0, "of weights and data order"),
+        Key("deterministic", "bool", False, "torch.use_deterministic_algorithms"),
+        Key("loss_chunks", "int", 1, "jumar: chunks of the sequence for the loss; >1 saves memory", minimum=1),
+    ),
+    "optimizer": (
+        Key("name", "str", "AdamW", "the optimizer", ("AdamW", "Adam")),
+        Key("lr", "float", 8e-4, "learning rate", minimum=0),
+        Key("beta1", "float", 0.9, "decay of the first moment", minimum=0),
+        Key("beta2", "float", 0.95, "decay of the second moment", minimum=0),
+        Key("eps", "float", 1e-8, "added to the denominator", minimum=0),
+        Key("weight_decay", "float", 0.1, "weight decay", minimum=0),
+        Key("implementation", "str", "fused", "torch's form of the step", ("for-loop", "foreach", "fused")),
+    ),
+    "lr_scheduler": (
+        Key("warmup_steps", "int", 200, "steps of linear warm-up; more than `steps` is cut", minimum=0),
+        Key("total_steps", "int", None, "length of the schedule; not set: training.steps", minimum=1),
+        Key("decay_ratio", "float", None, "part of the schedule that decays; not set: all after warm-up"),
+        Key("decay_type", "str", "linear", "form of the decay", ("linear", "sqrt", "cosine")),
+        Key("min_lr_factor", "float", 0.0, "lowest learning rate as a part of lr", minimum=0),
+    ),
+    "checkpoint": (
+        Key("enable", "bool", False, "save checkpoints, and resume from the newest in `folder`"),
+        Key("folder", "str", "checkpoint", "folder of checkpoints in dump_folder"),
+        Key("interval", "int", 500, "steps between checkpoints", minimum=1),
+        Key("initial_load_path", "str", None, "checkpoint to start from when `folder` holds none", path=True),
+        Key("initial_load_model_only", "bool", True, "take only the weights of initial_load_path"),
+        Key("initial_load_in_hf", "bool", False, "initial_load_path is in Hugging Face layout"),
+        Key("last_save_model_only", "bool", False, "leave the optimizer out of the last checkpoint"),
+        Key("last_save_in_hf", "bool", False, "torchtitan's own Hugging Face form of the last checkpoint"),
+        Key("export_dtype", "str", "float32", "dtype of exported weights", ("float16", *_DTYPES)),
+        Key("async_mode", "str", "disabled", "background saving", ("disabled", "async")),
+        Key("keep_latest_k", "int", 10, "checkpoints to keep; 0: all", minimum=0),
+        Key("load_step", "int", -1, "step to resume from; -1: the newest"),
+        Key("exclude_from_loading", "strs", [], "states not to load: optimizer, lr_scheduler, dataloader"),
+        Key("enable_first_step_checkpoint", "bool", False, "also save after the first step"),
+        Key("create_seed_checkpoint", "bool", False, "save the initial weights as step 0, train nothing"),
+        Key("load_only", "bool", False, "load, never save"),
+        Key("export_hf", "bool", True, "jumar: write the final model in Hugging Face layout"),
+        Key("export_folder", "str", "hf", "jumar: folder of that model in dump_folder"),
+    ),
+    "metrics": (
+        Key("log_freq", "int", 1, "steps between log lines and records", minimum=1),
+        Key("enable_tensorboard", "bool", False, "also write TensorBoard files"),
+        Key("save_tb_folder", "str", "tb", "folder of TensorBoard files in dump_folder"),
+        Key("enable_wandb", "bool", False, "also log to Weights & Biases"),
+        Key("save_for_all_ranks", "bool", False, "TensorBoard files for every rank"),
+        Key("disable_color_printing", "bool", False, "no colours in torchtitan's lines"),
+        Key("jsonl_file", "str", "metrics.jsonl", "jumar: one record a step; \"\" for none"),
+        Key("plot_file", "str", "loss.png", "jumar: plot of the loss; \"\" for none"),
+    ),
+    "activation_checkpoint": (
+        Key("mode", "str", "none", "what is computed again in backward", ("none", "selective", "full", "memory_budget")),
+        Key("memory_budget", "float", 0.5, "for memory_budget: 0 keeps least, 1 most", minimum=0),
+        Key("preserve_rng_state", "bool", True, "save and restore the random state"),
+        Key("determinism_check", "str", "default", "torch.utils.checkpoint's check", ("default", "none")),
+    ),
+    "compile": (
+        Key("enable", "bool", False, "compile with torch.compile"),
+        Key("components", "strs", ["model", "loss"], "what is compiled", ("model", "loss")),
+        Key("backend", "str", "inductor", "torch.compile's back end"),
+    ),
+    "parallelism": (
+        Key("data_parallel_replicate_degree", "int", 1, "replicas of the model (DDP, HSDP)", minimum=1),
+        Key("data_parallel_shard_degree", "int", -1, "FSDP ranks; -1: all that are left"),
+        Key(
+            "fsdp_reshard_after_forward",
+            "str",
+            "default",
+            "when FSDP frees gathered weights",
+            ("default", "always", "never"),
+        ),
+        Key("tensor_parallel_degree", "int", 1, "tensor-parallel ranks", minimum=1),
+        Key("enable_sequence_parallel", "bool", True, "shard activations along the sequence under TP"),
+        Key("pipeline_parallel_degree", "int", 1, "pipeline stages (ranks)", minimum=1),
+        Key("pipeline_parallel_schedule", "str", "1F1B", "torch's pipeline schedule"),
+        Key("pipeline_parallel_microbatch_size", "int", 1, "sequences a microbatch", minimum=1),
+        Key("pipeline_parallel_layers_per_stage", "int", None, "layers a stage", minimum=1),
+        Key("pipeline_parallel_first_stage_less_layers", "int", 1, "layers fewer in the first stage", minimum=0),
+        Key("pipeline_parallel_last_stage_less_layers", "int", 1, "layers fewer in the last stage", minimum=0),
+        Key("module_fqns_per_model_part", "lists", None, "modules of every stage by name"),
+        Key("context_parallel_degree", "int", 1, "ranks that share one sequence", minimum=1),
+        Key("context_parallel_load_balancer", "str", "headtail", "order of the parts", ("headtail", "ptrr", "none")),
+        Key("expert_parallel_degree", "int", 1, "ranks that share the experts", minimum=1),
+        Key(
+            "spmd_backend",
+            "str",
+            "partial_dtensor",
+            "torchtitan's sharding back end; spmd_types needs a torch newer than 2.13",
+            ("partial_dtensor", "full_dtensor", "spmd_types"),
+        ),
+    ),
+}
