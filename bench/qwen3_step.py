@@ -73,7 +73,14 @@ class Trainee:
         self.seconds.append(time.perf_counter() - begin)
 
 
-def measure(dtype_name: str, steps: int, eager_steps: int, batch: int, length: int) -> dict:
+def measure(
+    dtype_name: str,
+    steps: int,
+    eager_steps: int,
+    batch: int,
+    length: int,
+    converters: list[str] | None = None,
+) -> dict:
     """Times ``steps`` converted steps and ``eager_steps`` eager ones, in turns; seconds and ratios."""
     import torch
 
@@ -81,7 +88,10 @@ def measure(dtype_name: str, steps: int, eager_steps: int, batch: int, length: i
 
     model = build_model(getattr(torch, dtype_name))
     converted = copy.deepcopy(model)
-    report = jumar.kernelize(converted)
+    if converters is None:
+        report = jumar.kernelize(converted)
+    else:
+        report = jumar.convert(converted, converters)
     eager, fused = Trainee(model), Trainee(converted)
     generator = torch.Generator().manual_seed(1)
     for step in range(max(steps, eager_steps) + 1):
@@ -131,6 +141,7 @@ def main(argv: list[str] | None = None) -> int:
         "--steps", type=int, default=10, help="counted steps of the converted model"
     )
     parser.add_argument("--eager-steps", type=int, help="counted eager steps; default as many")
+    parser.add_argument("--converters", help="comma-separated; default all that apply")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument(
@@ -147,7 +158,10 @@ def main(argv: list[str] | None = None) -> int:
     rows = []
     for dtype in options.dtype.split(","):
         eager_steps = options.eager_steps or options.steps
-        rows.append(measure(dtype, options.steps, eager_steps, options.batch, options.length))
+        converters = options.converters.split(",") if options.converters else None
+        rows.append(
+            measure(dtype, options.steps, eager_steps, options.batch, options.length, converters)
+        )
         if not options.json:
             show(rows[-1])
     if options.json:

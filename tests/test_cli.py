@@ -78,6 +78,17 @@ def test_env(run):
     assert facts["torch_npu"] in ("real", "absent")
 
 
+def test_env_shims(run, monkeypatch):
+    monkeypatch.delenv("JUMAR_SHIMS", raising=False)
+    facts = json.loads(run("env", "--json")[1])
+    assert {"name", "state", "reason"} <= facts["shims"][0].keys()
+    name = facts["shims"][0]["name"]
+    monkeypatch.setenv("JUMAR_SHIMS", f"-{name}x")
+    status, _, error = run("env")
+    assert status == 2
+    one_line(error, f"jumar env: JUMAR_SHIMS: unknown shim '{name}x'")
+
+
 def test_ops(run):
     status, out, _ = run("ops")
     assert status == 0
@@ -201,6 +212,30 @@ def test_bench(run, tmp_path):
 def test_json_has_no_bare_infinity(capsys):
     cli._print_json({"a": float("inf"), "b": [float("nan"), 1.5]})
     assert json.loads(capsys.readouterr().out) == {"a": "inf", "b": ["nan", 1.5]}
+
+
+def test_train_hands_over(run, monkeypatch):
+    from jumar import train
+
+    seen = []
+    monkeypatch.setattr(train, "run", lambda *a, **k: seen.append((a, k)))
+    status, _, _ = run(
+        *("train", "--job.config_file", "job.toml", "--training.steps=3"),
+        *("--model.name", "qwen3", "--json"),
+    )
+    assert status == 0
+    assert seen == [(("job.toml", ["training.steps=3", "model.name=qwen3"]), {"json": True})]
+    status, _, error = run("train", "--job.config_file=job.toml", "nonsense")
+    assert status == 2 and len(seen) == 1
+    one_line(error, "jumar train: unexpected argument 'nonsense'")
+
+    def fail(*a, **k):
+        raise train.JobError("[model] nmae: unknown key;\n did you mean name?")
+
+    monkeypatch.setattr(train, "run", fail)
+    status, _, error = run("train", "--job.config_file=job.toml")
+    assert status == 2
+    one_line(error, "jumar train: [model] nmae: unknown key; did you mean name?")
 
 
 def test_train_overrides():

@@ -80,9 +80,10 @@ def _dtypes(text: str | None) -> list[Any] | None:
 @app.command()
 def env(json: Json = False) -> None:
     """Versions, the SIMD level in use, threads, JUMAR_* variables, operator namespaces."""
-    from jumar import environment
+    from jumar import compat, environment
 
-    facts = environment.collect()
+    with _user_errors(compat.ShimError):
+        facts = environment.collect()
     if json:
         return _print_json(facts)
     table = Table(show_header=False, box=None, pad_edge=False)
@@ -102,9 +103,8 @@ def env(json: Json = False) -> None:
     table.add_row("threads", str(facts["threads"]))
     settings = ", ".join(f"{k}={v}" for k, v in facts["variables"].items())
     table.add_row("variables", settings or "[dim]no JUMAR_* variable is set[/dim]")
-    for shim in facts["shims"] or []:
-        text = ", ".join(f"{k}: {v}" for k, v in shim.items() if k != "name")
-        table.add_row(f"shim {shim.get('name', '')}", text)
+    for shim in facts["shims"]:
+        table.add_row(f"shim {shim['name']}", f"{shim['state']}: {shim['reason']}")
     _console().print(table)
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
 import platform
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -23,14 +23,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _shims() -> list[dict[str, Any]] | None:
-    """The compatibility shims for torchtitan and whether each is needed and active; None without them."""
-    if importlib.util.find_spec("jumar.compat") is None:
-        return None
+def _shims() -> list[dict[str, str]]:
+    """The compatibility shims and what became of each. ShimError when ``JUMAR_SHIMS`` names an unknown one."""
     from jumar import compat
 
-    status = getattr(compat, "status", None)
-    return status() if callable(status) else None
+    compat.registry.switched_off()
+    return [asdict(status) for status in compat.status()]
 
 
 def collect() -> dict[str, Any]:
