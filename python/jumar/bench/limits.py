@@ -47,14 +47,18 @@ def _call(name: str, *arguments: float | int) -> float:
     return value
 
 
-def measure(quick: bool = False) -> Limits:
-    """Copies memory and multiplies registers for about a second (a tenth of that when ``quick``)."""
+def measure(quick: bool = False, *, copy: bool = True, flops: bool = True) -> Limits:
+    """Copies memory and multiplies registers for about a second (a tenth of that when ``quick``).
+
+    What is not asked for (``copy``, ``flops``) is 0.
+    """
     threads = jumar.num_threads()
     short = 0.05 if quick else 0.3
+    megabytes = 64 if quick else 256
     return Limits(
-        copy_gbs=_call("jumar_measure_copy_gbs", threads, short, 64 if quick else 256),
-        fma_gflops=_call("jumar_measure_fma_gflops", threads, short),
-        bf16_gflops=_call("jumar_measure_bf16_gflops", threads, short),
+        copy_gbs=_call("jumar_measure_copy_gbs", threads, short, megabytes) if copy else 0.0,
+        fma_gflops=_call("jumar_measure_fma_gflops", threads, short) if flops else 0.0,
+        bf16_gflops=_call("jumar_measure_bf16_gflops", threads, short) if flops else 0.0,
         threads=threads,
         simd=jumar.simd_target(),
     )

@@ -203,7 +203,8 @@ def run(
 ) -> Result:
     """Measures the limits of the machine and every job, whose results are checked before they are timed.
 
-    Limits are measured before and after, and the better counts: another process may have disturbed one of them.
+    Limits are measured before, after and (unless ``quick``) beside every job, and the best counts: another process may
+    have disturbed some of them.
     """
     progress("limits of this machine")
     limits = measure(quick)
@@ -212,6 +213,9 @@ def run(
     slow: set[tuple[str, torch.dtype]] = set()
     for job in jobs:
         key = (job.info.name, job.dtype)
+        if not quick:
+            bytes_bound = job.info.flops is None
+            limits = limits.better(measure(copy=bytes_bound, flops=not bytes_bound))
         progress(f"{job.info.name} {dtype_name(job.dtype)} {job.shape_name}")
         measured = _measure(
             job, quick=quick, inductor=inductor and key not in slow, eager=key not in slow

@@ -95,7 +95,7 @@ def verify_model(
     inputs: dict[str, Tensor] | None = None,
     seed: int = 0,
 ) -> list[ModelRow]:
-    """A row per tensor for ``model`` as it is, in its own dtype; the model itself is not changed.
+    """A row per tensor for ``model`` in its own dtype and in eval mode; the model itself is not changed.
 
     Args:
         model: a model whose output has ``loss`` and ``logits``.
@@ -114,10 +114,10 @@ def verify_model(
         inputs = example_inputs(model, seed=seed)
     dtype = next(model.parameters()).dtype
     with torch.random.fork_rng(devices=[]):
-        eager = _run(copy.deepcopy(model), inputs)
+        eager = _run(copy.deepcopy(model).eval(), inputs)
         with StayWide():
-            exact = _run(copy.deepcopy(model).double(), inputs)
-        converted = copy.deepcopy(model)
+            exact = _run(copy.deepcopy(model).double().eval(), inputs)
+        converted = copy.deepcopy(model).eval()
         report = (
             jumar.kernelize(converted)
             if converters is None
