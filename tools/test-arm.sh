@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Cross-compiles the torch-free code and its tests for 64-bit Arm and runs them in QEMU: NEON, SVE and SVE2, the latter
+# two with vectors of 128, 256 and 512 bits (ARM_VECTOR_BITS="128 256 512"). Arguments are passed to ctest, e.g. -R gemm.
+# Takes 15 to 60 minutes: QEMU is some 30 times slower than a CPU.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+missing=()
+need() { [[ -e $2 ]] || missing+=("$1"); }
+need g++-aarch64-linux-gnu /usr/bin/aarch64-linux-gnu-g++
+need qemu-user /usr/bin/qemu-aarch64
+need libhwy-dev:arm64 /usr/lib/aarch64-linux-gnu/libhwy.so
+need googletest /usr/src/googletest/CMakeLists.txt
+need cmake /usr/bin/cmake
+need ninja-build /usr/bin/ninja
+
+if [[ ${#missing[@]} -ne 0 ]]; then
+  if [[ $(id -u) -ne 0 ]] || ! command -v apt-get >/dev/null; then
+    echo "make test-arm needs these system packages: ${missing[*]}" >&2
+    echo "on Debian or Ubuntu: sudo dpkg --add-architecture arm64 && sudo apt-get update &&" >&2
+    echo "  sudo apt-get install ${missing[*]}" >&2
+    exit 1
+  fi
+  export DEBIAN_FRONTEND=noninteractive
+  dpkg --add-architecture arm64
+  apt-get update -qq
+  apt-get install -y -qq --no-install-recommends "${missing[@]}" >/dev/null
+fi
+
+cmake -G Ninja -S . -B build/arm -DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64.cmake" -DCMAKE_BUILD_TYPE=Release \
+  -DJUMAR_TORCH=OFF -DJUMAR_TESTS=ON -DJUMAR_GTEST_SOURCE=/usr/src/googletest/googletest >/dev/null
+cmake --build build/arm --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
+
+for bits in ${ARM_VECTOR_BITS:-128 256 512}; do
+  echo "SVE vectors of $bits bits"
+  QEMU_CPU="max,sve-default-vector-length=$((bits / 8))" ctest --test-dir build/arm --output-on-failure "$@"
+done
