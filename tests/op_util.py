@@ -33,13 +33,17 @@ def max_ulp(actual: Tensor, expected: Tensor, floor: float | Tensor = 0.0) -> fl
     return error.max().item() if error.numel() else 0.0
 
 
-def assert_ulp(actual: Tensor, expected: Tensor, bound: float, what: str = "", floor: float | Tensor = 0.0) -> None:
+def assert_ulp(
+    actual: Tensor, expected: Tensor, bound: float, what: str = "", floor: float | Tensor = 0.0
+) -> None:
     """Fails when :func:`max_ulp` is not at most `bound` (so NaN fails)."""
     error = max_ulp(actual, expected, floor)
     assert error <= bound, f"{what}: {error} ulp of {actual.dtype}, allowed {bound}"
 
 
-def signed(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
+def signed(
+    *shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0
+) -> Tensor:
     """Normal data rounded to `dtype`; the first row is constant and the last one zero where there are more than two."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator, dtype=torch.float64) * scale

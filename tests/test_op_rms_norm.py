@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jumar import ops
-from op_util import FLOAT_DTYPES, HALF_DTYPES, assert_ulp, check_retain_graph, max_ulp, signed, strided_views
+from op_util import (
+    FLOAT_DTYPES,
+    HALF_DTYPES,
+    assert_ulp,
+    check_retain_graph,
+    max_ulp,
+    signed,
+    strided_views,
+)
 from torch.autograd import gradcheck
 from torch.library import opcheck
 
@@ -45,7 +53,11 @@ BOUND = {torch.float32: 6.0, torch.float64: 8.0, torch.bfloat16: 0.51, torch.flo
 def test_forward_against_fp64(name, dtype):
     fused, oracle = FORMS[name]
     for cols in (1, 7, 16, 33, 130):
-        x, g, w = signed(6, cols, dtype=dtype), signed(6, cols, dtype=dtype, seed=1), signed(cols, dtype=dtype, seed=2)
+        x, g, w = (
+            signed(6, cols, dtype=dtype),
+            signed(6, cols, dtype=dtype, seed=1),
+            signed(cols, dtype=dtype, seed=2),
+        )
         reference = (x + g) if name == "npu_add_rms_norm" else x
         expected = oracle(x, g, w) if name != "npu_add_rms_norm" else norm64(reference, w, 1e-6)
         y = fused(x, g, w)
@@ -57,7 +69,11 @@ def test_forward_against_fp64(name, dtype):
 @pytest.mark.parametrize("name", FORMS)
 def test_gradients_no_further_from_fp64_than_eager(name, dtype):
     fused, oracle = FORMS[name]
-    tensors = [signed(5, 33, dtype=dtype), signed(5, 33, dtype=dtype, seed=1), signed(33, dtype=dtype, seed=2)]
+    tensors = [
+        signed(5, 33, dtype=dtype),
+        signed(5, 33, dtype=dtype, seed=1),
+        signed(33, dtype=dtype, seed=2),
+    ]
     tensors[0][-1] = 0.5  # the zero row's gradient of 1e3 size hides everything else
     grad = signed(5, 33, dtype=dtype, seed=3)
 
@@ -84,13 +100,18 @@ def test_gradients_no_further_from_fp64_than_eager(name, dtype):
             continue
         assert o.dtype == dtype
         scale = e.abs().max().item()
-        assert_ulp(o, e, max(1.0, max_ulp(t, e)), name, floor=scale * torch.finfo(torch.float32).eps * 8)
+        assert_ulp(
+            o, e, max(1.0, max_ulp(t, e)), name, floor=scale * torch.finfo(torch.float32).eps * 8
+        )
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_gradcheck_and_opcheck(name):
     fused, _ = FORMS[name]
-    x, g, w = (signed(*s, dtype=torch.float64, seed=i).requires_grad_() for i, s in enumerate([(2, 5), (2, 5), (5,)]))
+    x, g, w = (
+        signed(*s, dtype=torch.float64, seed=i).requires_grad_()
+        for i, s in enumerate([(2, 5), (2, 5), (5,)])
+    )
     assert gradcheck(fused, (x, g, w))
     for ns in jumar._load.NAMESPACES:
         op = getattr(getattr(torch.ops, ns), name, None)
@@ -112,13 +133,18 @@ def test_opcheck_of_backward_operators():
 
 
 def test_gradient_of_the_returned_sum():
-    x1, x2, w = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in [(3, 5), (3, 5), (5,)])
+    x1, x2, w = (
+        torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in [(3, 5), (3, 5), (5,)]
+    )
     assert gradcheck(lambda a, b, c: ops.npu_add_rms_norm(a, b, c)[::2], (x1, x2, w))
     assert gradcheck(lambda a, b, c: ops.npu_add_rms_norm(a, b, c)[2], (x1, x2, w))
 
 
 def test_gamma_of_two_dimensions_and_rstd_shape():
-    x, w = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True), torch.randn(4, 5, dtype=torch.float64)
+    x, w = (
+        torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True),
+        torch.randn(4, 5, dtype=torch.float64),
+    )
     y, rstd = ops.npu_rms_norm(x, w)
     assert rstd.shape == (2, 3, 1, 1) and not rstd.requires_grad
     assert_ulp(y, norm64(x, w, 1e-6), 8)
@@ -133,7 +159,10 @@ def test_mixed_gamma_dtype(dtype):
     assert_ulp(y, norm64(x, w, 1e-6), 0.51)
     y.sum().backward()
     assert x.grad.dtype == dtype and w.grad.dtype == torch.float32
-    assert ops.npu_rms_norm_backward(torch.ones_like(y), x, w.to(dtype), rstd)[1].dtype == torch.float32
+    assert (
+        ops.npu_rms_norm_backward(torch.ones_like(y), x, w.to(dtype), rstd)[1].dtype
+        == torch.float32
+    )
 
 
 def test_strides_and_expanded_gradients():
@@ -157,7 +186,9 @@ def test_strides_and_expanded_gradients():
 def test_retain_graph_and_double_backward():
     check_retain_graph(lambda x, w: ops.npu_rms_norm(x, w)[0], torch.randn(3, 8), torch.randn(8))
     x = torch.randn(3, 8, requires_grad=True)
-    (dx,) = torch.autograd.grad(ops.npu_rms_norm(x, torch.ones(8))[0].square().sum(), x, create_graph=True)
+    (dx,) = torch.autograd.grad(
+        ops.npu_rms_norm(x, torch.ones(8))[0].square().sum(), x, create_graph=True
+    )
     with pytest.raises(RuntimeError, match="npu_rms_norm_backward: not differentiable"):
         dx.sum().backward()
 
@@ -167,11 +198,23 @@ def test_retain_graph_and_double_backward():
 def test_field_log_values():
     x = torch.tensor([[-4, -0.75, 3.25, -3.75]], dtype=torch.bfloat16)
     w = torch.tensor([1.5, 1.75, 0.1875, 1.625], dtype=torch.bfloat16)
-    assert ops.npu_rms_norm(x, w)[0].tolist() == [[-1.8671875, -0.408203125, 0.189453125, -1.8984375]]
-    assert torch.equal(ops.npu_gemma_rms_norm(x.float(), torch.zeros(4))[0], ops.npu_rms_norm(x.float(), torch.ones(4))[0])
-    rows = torch.tensor([[1.0, 2.0], [3.0, -4.0], [0.5, 8.0]], dtype=torch.float64, requires_grad=True)
-    (ours,) = torch.autograd.grad((ops.npu_rms_norm(rows, torch.ones(2).double())[0] ** 2 * torch.arange(6).view(3, 2)).sum(), rows)
-    (exact,) = torch.autograd.grad((norm64(rows, torch.ones(2), 1e-6) ** 2 * torch.arange(6).view(3, 2)).sum(), rows)
+    assert ops.npu_rms_norm(x, w)[0].tolist() == [
+        [-1.8671875, -0.408203125, 0.189453125, -1.8984375]
+    ]
+    assert torch.equal(
+        ops.npu_gemma_rms_norm(x.float(), torch.zeros(4))[0],
+        ops.npu_rms_norm(x.float(), torch.ones(4))[0],
+    )
+    rows = torch.tensor(
+        [[1.0, 2.0], [3.0, -4.0], [0.5, 8.0]], dtype=torch.float64, requires_grad=True
+    )
+    (ours,) = torch.autograd.grad(
+        (ops.npu_rms_norm(rows, torch.ones(2).double())[0] ** 2 * torch.arange(6).view(3, 2)).sum(),
+        rows,
+    )
+    (exact,) = torch.autograd.grad(
+        (norm64(rows, torch.ones(2), 1e-6) ** 2 * torch.arange(6).view(3, 2)).sum(), rows
+    )
     torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-14)
     fp32 = torch.randn(2, 8)
     assert ops.npu_rms_norm(fp32, torch.ones(8, dtype=torch.bfloat16))[0].dtype == torch.float32
@@ -194,7 +237,9 @@ def test_errors_name_the_operator_and_the_value():
     x = torch.randn(2, 4)
     with pytest.raises(RuntimeError, match=r"npu_rms_norm: gamma \[5\] does not match .* \[2, 4\]"):
         ops.npu_rms_norm(x, torch.ones(5))
-    with pytest.raises(RuntimeError, match=r"npu_rms_norm: The gamma shape should not be bigger than self shape"):
+    with pytest.raises(
+        RuntimeError, match=r"npu_rms_norm: The gamma shape should not be bigger than self shape"
+    ):
         ops.npu_rms_norm(x, torch.ones(1, 2, 4))
     with pytest.raises(RuntimeError, match="npu_rms_norm: .*int64"):
         ops.npu_rms_norm(torch.ones(2, 4, dtype=torch.int64), torch.ones(4))
@@ -212,8 +257,16 @@ def test_schemas_are_the_vendors():
         assert str(op.npu_rms_norm.default._schema) == (
             f"{ns}::npu_rms_norm(Tensor input, Tensor gamma, float epsilon=9.9999999999999995e-07) -> (Tensor, Tensor)"
         )
-        assert [a.name for a in op.npu_rms_norm_backward.default._schema.arguments] == ["dy", "input", "gamma", "rstd"]
-    assert torch.ops.npu.npu_rms_norm(input=torch.ones(1, 2), gamma=torch.ones(2))[0].shape == (1, 2)
+        assert [a.name for a in op.npu_rms_norm_backward.default._schema.arguments] == [
+            "dy",
+            "input",
+            "gamma",
+            "rstd",
+        ]
+    assert torch.ops.npu.npu_rms_norm(input=torch.ones(1, 2), gamma=torch.ones(2))[0].shape == (
+        1,
+        2,
+    )
 
 
 def test_compile_runs_the_operator():
@@ -232,7 +285,9 @@ def test_compile_runs_the_operator():
 def test_autocast_keeps_the_input_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         assert ops.npu_rms_norm(torch.randn(2, 4), torch.ones(4))[0].dtype == torch.float32
-        assert ops.npu_rms_norm(torch.randn(2, 4).bfloat16(), torch.ones(4))[0].dtype == torch.bfloat16
+        assert (
+            ops.npu_rms_norm(torch.randn(2, 4).bfloat16(), torch.ones(4))[0].dtype == torch.bfloat16
+        )
 
 
 def test_same_bits_for_every_thread_count_and_bounds_on_every_target():
