@@ -12,7 +12,10 @@ ROOT = Path(__file__).parent.parent
 
 def test_generated_tables_are_up_to_date():
     result = subprocess.run(
-        [sys.executable, ROOT / "tools" / "readme", "--check"], capture_output=True, text=True, check=False
+        [sys.executable, ROOT / "tools" / "readme", "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
 

@@ -80,7 +80,9 @@ def call_counts() -> dict[str, int]:
     Operators that did not run are absent. Both namespaces count under the same name.
     """
     text = library.jumar_call_counts().decode()
-    return {name: int(calls) for name, calls in (pair.split("=") for pair in text.split(",") if pair)}
+    return {
+        name: int(calls) for name, calls in (pair.split("=") for pair in text.split(",") if pair)
+    }
 
 
 def reset_call_counts() -> None:

@@ -24,7 +24,9 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
         torch.library.register_fake(qualified, fake)
 
 
-def register_autograd(name: str, backward: Callable[..., Any], setup_context: Callable[..., None]) -> None:
+def register_autograd(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> None:
     """Registers the gradient in every namespace."""
     for qualified in _names(name):
         torch.library.register_autograd(qualified, backward, setup_context=setup_context)

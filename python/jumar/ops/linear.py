@@ -34,9 +34,13 @@ def npu_linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Te
 
 def _check(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
-        raise RuntimeError(f"{op}: input {list(input.shape)} does not go with weight {list(weight.shape)}")
+        raise RuntimeError(
+            f"{op}: input {list(input.shape)} does not go with weight {list(weight.shape)}"
+        )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise RuntimeError(f"{op}: bias {list(bias.shape)} does not go with weight {list(weight.shape)}")
+        raise RuntimeError(
+            f"{op}: bias {list(bias.shape)} does not go with weight {list(weight.shape)}"
+        )
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

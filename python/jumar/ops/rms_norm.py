@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import compute_dtype, forbid_autograd, register_autograd, register_fake, resolve
+from jumar.ops._wiring import (
+    compute_dtype,
+    forbid_autograd,
+    register_autograd,
+    register_fake,
+    resolve,
+)
 
 
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -30,17 +36,23 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[T
     return resolve("npu_rms_norm", input)(input, gamma, epsilon)
 
 
-def npu_rms_norm_backward(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def npu_rms_norm_backward(
+    dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`npu_rms_norm`: dinput like input, and dgamma [n..] in fp32 (fp64 for fp64)."""
     return resolve("npu_rms_norm_backward", input)(dy, input, gamma, rstd)
 
 
-def npu_gemma_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+def npu_gemma_rms_norm(
+    input: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor]:
     """:func:`npu_rms_norm` with a zero-centred weight: ``y = input * rstd * (1 + gamma)``. Differentiable here."""
     return resolve("npu_gemma_rms_norm", input)(input, gamma, epsilon)
 
 
-def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+def npu_add_rms_norm(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
     """``x = x1 + x2`` rounded to x1's dtype, then :func:`npu_rms_norm` of x. Returns (y, rstd, x).
 
     x1 and x2 have one shape and dtype. y and x are differentiable here (the vendor's operator is not).
@@ -48,7 +60,9 @@ def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-
     return resolve("npu_add_rms_norm", x1)(x1, x2, gamma, epsilon)
 
 
-def rms_norm_gated(input: Tensor, gate: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+def rms_norm_gated(
+    input: Tensor, gate: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor]:
     """``y = input * rstd * gamma * silu(gate)`` with one rounding; norm before gate. Returns (y, rstd).
 
     gate has the shape and dtype of input.
@@ -113,7 +127,9 @@ for _op, _backward in (
     forbid_autograd(_backward)
 
 
-def _add_fake(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+def _add_fake(
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
     _check_gamma("npu_add_rms_norm", x1, gamma)
     return _like(x1), _rstd(x1, gamma), _like(x1)
 
@@ -126,7 +142,9 @@ def _add_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.set_materialize_grads(False)
 
 
-def _add_backward(ctx: Any, dy: Tensor | None, _: Any, dx: Tensor | None) -> tuple[Tensor | None, ...]:
+def _add_backward(
+    ctx: Any, dy: Tensor | None, _: Any, dx: Tensor | None
+) -> tuple[Tensor | None, ...]:
     x, gamma, rstd = ctx.saved_tensors
     if dy is None:
         return dx, dx, None, None
@@ -143,7 +161,9 @@ register_autograd("npu_add_rms_norm", _add_backward, _add_setup)
 forbid_autograd("add_rms_norm_backward")
 
 
-def _gated_fake(input: Tensor, gate: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+def _gated_fake(
+    input: Tensor, gate: Tensor, gamma: Tensor, epsilon: float = 1e-6
+) -> tuple[Tensor, Tensor]:
     _check_gamma("rms_norm_gated", input, gamma)
     return _like(input), _rstd(input, gamma)
 
