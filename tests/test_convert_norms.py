@@ -321,3 +321,16 @@ def test_transformers_zero_centred_and_gated_norms():
         jumar.reset_call_counts()
         assert torch.allclose(module(*inputs), expected, atol=1e-5)
         assert jumar.call_counts() == {operator: 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_epsilon_of_none(dtype):
+    """It stands for a machine epsilon; in 16 bits the input's and fp32's lie far apart, and input this small shows it."""
+    module = nn.RMSNorm(WIDTH, dtype=dtype)
+    x = (torch.randn(4, WIDTH) * 1e-3).to(dtype)
+    expected = module(x)
+    assert expected.double().square().mean() > 0.5
+    jumar.convert(module, ["npu_rms_norm"], strict=True)
+    assert (
+        (module(x) - expected).abs() <= 2 * torch.finfo(dtype).eps * expected.abs() + 1e-6
+    ).all()

@@ -429,3 +429,25 @@ def test_later_changes_of_the_model_file_are_kept_out_but_seen_by_new_conversion
     x = torch.randn(2, 5, 16)
     assert second(x, None, None) is x
     assert first(x, *tables()).shape == (2, HEADS, 5, WIDTH)
+
+
+def test_a_patched_class_is_rebuilt_from_its_new_code():
+    """The replacement of the old code is still in use when the class gets new code that is recognised as well."""
+    cls = attention(apply_rotary_pos_emb)
+    first = cls()
+    jumar.convert(first, ["npu_rope"])
+    source = sys.modules[cls.__module__]
+    exec(
+        "def forward(self, x, cos, sin):\n"
+        "    q = self.qkv(x).view(*x.shape[:-1], 3, 2, 8)[..., 0, :, :].transpose(1, 2)\n"
+        "    return apply_rotary(q, q, cos, sin)[0]\n",
+        source.__dict__,
+    )
+    cls.forward = source.forward
+    third, x = cls(), torch.randn(2, 5, 16)
+    expected = third(x, *tables())
+    jumar.convert(third, ["npu_rope"], strict=True)
+    jumar.reset_call_counts()
+    assert torch.allclose(third(x, *tables()), expected, atol=1e-6)
+    assert jumar.call_counts() == {"npu_rotary_mul": 2}
+    assert type(third) is not type(first)
