@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
@@ -22,10 +21,9 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE, _maybe_check_max_pos
 
-from jumar import ops
-from jumar.titan import sharding
+from jumar import dtensor, ops, rotary_tables
 
-sharding.register()
+dtensor.register()
 
 
 def adopt_signature(parent: type) -> Callable[[Callable], Callable]:
@@ -100,35 +98,19 @@ class FusedLinear(Linear):
         return ops.npu_linear(input, self.weight, self.bias)
 
 
-def _rows(cache: Tensor, positions: Tensor | None, length: int) -> Tensor:
-    """The table's rows for each token, [1 or B, L, W]; positions [B, L] give every row its own angles."""
-    if positions is None:
-        return cache[:length].unsqueeze(0)
-    return F.embedding(positions, cache)
-
-
 def _rotate(
     module: RoPE,
-    tables: Callable[[Tensor | None, int], tuple[Tensor, Tensor]],
+    tables: Callable,
     mode: str,
     query: Tensor,
     key: Tensor,
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    local_positions = positions.to_local() if isinstance(positions, DTensor) else positions
-    if local_positions is not None:
-        _maybe_check_max_pos(local_positions, max_valid_pos=module.cache.shape[0] - 1)
-    length = query.to_local().shape[1] if isinstance(query, DTensor) else query.shape[1]
-    cos, sin = tables(local_positions, length)
-
-    def rotate(x: Tensor) -> Tensor:
-        if isinstance(x, DTensor):
-            # Rotation mixes nothing but the last axis, which is never sharded: every rank turns its own part.
-            y = ops.npu_rotary_mul(x.to_local(), cos, sin, mode)
-            return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
-        return ops.npu_rotary_mul(x, cos, sin, mode)
-
-    return rotate(query), rotate(key)
+    if positions is not None:
+        _maybe_check_max_pos(positions, max_valid_pos=module.cache.shape[0] - 1)
+    length = (query.to_local() if isinstance(query, DTensor) else query).shape[1]
+    cos, sin = tables(module.cache, positions, length)
+    return tuple(rotary_tables.rotate(x, cos, sin, mode) for x in (query, key))
 
 
 class FusedCosSinRoPE(CosSinRoPE):
@@ -138,17 +120,11 @@ class FusedCosSinRoPE(CosSinRoPE):
     class Config(CosSinRoPE.Config):
         pass
 
-    def _tables(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-        cache = self.cache.to_local() if isinstance(self.cache, DTensor) else self.cache
-        rows = _rows(cache, positions, length).unsqueeze(2)
-        half = rows.shape[-1] // 2
-        return rows[..., :half], rows[..., half:]
-
     @adopt_signature(CosSinRoPE)
     def forward(
         self, query: Tensor, key: Tensor, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return _rotate(self, self._tables, "half", query, key, positions)
+        return _rotate(self, rotary_tables.cos_sin, "half", query, key, positions)
 
 
 class FusedComplexRoPE(ComplexRoPE):
@@ -158,16 +134,8 @@ class FusedComplexRoPE(ComplexRoPE):
     class Config(ComplexRoPE.Config):
         pass
 
-    def _tables(self, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
-        cache = self.cache.to_local() if isinstance(self.cache, DTensor) else self.cache
-        # complex64 [S, D/2] as real [S, D]: cos and sin of each pair alternate.
-        real = torch.view_as_real(cache).flatten(1)
-        pairs = _rows(real, positions, length).unflatten(-1, (-1, 2)).unsqueeze(2)
-        cos, sin = pairs[..., 0], pairs[..., 1]
-        return cos.repeat_interleave(2, dim=-1), sin.repeat_interleave(2, dim=-1)
-
     @adopt_signature(ComplexRoPE)
     def forward(
         self, query: Tensor, key: Tensor, positions: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        return _rotate(self, self._tables, "interleave", query, key, positions)
+        return _rotate(self, rotary_tables.complex_pairs, "interleave", query, key, positions)

@@ -89,7 +89,7 @@ def trainer_config(job: Job, spec: Any, dataset: str, tokenizer: Path, converter
         loss = ChunkedLossWrapper.Config(loss_fn=loss, num_chunks=training["loss_chunks"])
     balancer = parallelism["context_parallel_load_balancer"]
     dump = job.dump_folder
-    metrics = job["metrics"]
+    metrics, checkpoint = job["metrics"], job["checkpoint"]
     initial = job.path("checkpoint.initial_load_path")
     try:
         return Trainer.Config(
@@ -115,9 +115,11 @@ def trainer_config(job: Job, spec: Any, dataset: str, tokenizer: Path, converter
                 context_parallel_load_balancer=None if balancer == "none" else balancer,
             ),
             checkpoint=_shared(
-                job["checkpoint"],
+                checkpoint,
                 CheckpointManager.Config,
                 initial_load_path=str(initial) if initial else None,
+                # torchtitan warns when it is set without a path.
+                initial_load_model_only=bool(initial) and checkpoint["initial_load_model_only"],
             ),
             activation_checkpoint=_activation_checkpoint(job["activation_checkpoint"]),
             compile=_shared(job["compile"], CompileConfig),
