@@ -205,7 +205,7 @@ _TABLE = (
         formula="y = x · cos + R(x) · sin,  R: (a, b) -> (-b, a) in halves or neighbours",
         shapes="input [.., D], r1 and r2 broadcast to it, last dimension R <= D -> like input",
         doc="docs/ops/npu_rotary_mul.md",
-        backward=("npu_rotary_mul_backward",),
+        backward=("npu_rotary_mul_backward", "rotary_mul_backward"),
         outputs=("y",),
         differentiable=("y",),
         bounds={name: _CANCELS for name in ("y", "d input", "d r1", "d r2")},
