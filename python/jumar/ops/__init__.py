@@ -13,6 +13,8 @@ from jumar.ops.rms_norm import (
     npu_rms_norm_backward,
     rms_norm_gated,
 )
+from jumar.ops.rotary import npu_rotary_mul, npu_rotary_mul_backward
+from jumar.ops.swiglu import npu_swiglu, npu_swiglu_backward, swiglu_gate_up
 from jumar.ops.ulp_error import ulp_error
 
 __all__ = [
@@ -22,6 +24,11 @@ __all__ = [
     "npu_linear_backward",
     "npu_rms_norm",
     "npu_rms_norm_backward",
+    "npu_rotary_mul",
+    "npu_rotary_mul_backward",
+    "npu_swiglu",
+    "npu_swiglu_backward",
     "rms_norm_gated",
+    "swiglu_gate_up",
     "ulp_error",
 ]

@@ -1,11 +1,13 @@
 #include "kernels/rotary/rotary.h"
 
 #include <algorithm>
+#include <functional>
 #include <vector>
 
 #include "base/check.h"
 #include "base/parallel.h"
 #include "base/scratch.h"
+#include "base/widen.h"
 #include "kernels/rotary/rotary_rows.h"
 
 namespace jumar {
@@ -127,8 +129,11 @@ void CheckLike(const char* op, const char* name, const TensorView& view, const c
               " and ", ShapeString(like));
 }
 
-void Rotate(const TensorView& x, const TensorView& cos, const TensorView& sin, RotaryMode mode, bool transpose,
-            const TensorView& out) {
+// Calls rotate(block, x, cos, sin, out) on blocks that cover all rows.
+using RotateFunction =
+    std::function<void(const RotaryBlock&, const RowOperand&, const RowOperand&, const RowOperand&, const RowOperand&)>;
+void ForEachBlock(const TensorView& x, const TensorView& cos, const TensorView& sin, const TensorView& out,
+                  const RotateFunction& rotate) {
   if (x.numel() == 0) return;
   const Plan plan = MakePlan({&x, &out, &cos, &sin}, cos, /*logical_order=*/false);
   const int64_t dim = x.size[x.rank - 1];
@@ -151,7 +156,6 @@ void Rotate(const TensorView& x, const TensorView& cos, const TensorView& sin, R
       block.kept_inside = kept_inside;
       block.dim = dim;
       block.width = width;
-      block.mode = mode;
       RowOperand operands[4] = {Operand(x), Operand(out), Operand(cos), Operand(sin)};
       for (int v = 0; v < 4; ++v) {
         auto* kept = frame.Alloc<int64_t>(block.kept);
@@ -162,9 +166,19 @@ void Rotate(const TensorView& x, const TensorView& cos, const TensorView& sin, R
         plan.reduced.Offsets(r, block.reduced, v, reduced);
         operands[v].reduced_offset = reduced;
       }
-      RotaryRows(block, transpose, operands[0], operands[2], operands[3], operands[1]);
+      rotate(block, operands[0], operands[2], operands[3], operands[1]);
     }
   });
+}
+
+void Rotate(const TensorView& x, const TensorView& cos, const TensorView& sin, RotaryMode mode, bool transpose,
+            const TensorView& out) {
+  ForEachBlock(
+      x, cos, sin, out,
+      [&](RotaryBlock block, const RowOperand& from, const RowOperand& c, const RowOperand& s, const RowOperand& to) {
+        block.mode = mode;
+        RotaryRows(block, transpose, from, c, s, to);
+      });
 }
 
 // One row of a table's gradient as a 1-d view.
@@ -182,7 +196,7 @@ void SumTables(const TensorView& grad, const TensorView& x, RotaryMode mode, con
   const TensorView& table = dcos != nullptr ? *dcos : *dsin;
   if (table.numel() == 0) return;
   const Plan plan = MakePlan({&grad, &x, dcos, dsin}, table, /*logical_order=*/true);
-  const DType compute = x.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  const DType compute = ComputeType(x.dtype);
   const int64_t width = table.size[table.rank - 1];
   const int64_t tile = std::min(plan.kept.count, std::max<int64_t>(1, kTableElements / width));
   const int64_t tiles = (plan.kept.count + tile - 1) / tile;
@@ -252,6 +266,26 @@ void RotaryMul(const TensorView& x, const TensorView& cos, const TensorView& sin
   CheckArguments(op, x, cos, sin);
   CheckLike(op, "the output", out, "input", x);
   Rotate(x, cos, sin, mode, /*transpose=*/false, out);
+}
+
+void RotaryMulMatrix(const TensorView& x, const TensorView& cos, const TensorView& sin, const TensorView& matrix,
+                     const TensorView& out) {
+  const char* op = "npu_rotary_mul";
+  CheckArguments(op, x, cos, sin);
+  CheckLike(op, "the output", out, "input", x);
+  const int64_t dim = x.size[x.rank - 1];
+  JUMAR_CHECK(op, matrix.rank == 2 && matrix.size[0] == dim && matrix.size[1] == dim, "rotate must be [", dim, ", ",
+              dim, "], got ", ShapeString(matrix));
+  JUMAR_CHECK(op, IsFloating(matrix.dtype) && (matrix.dtype == DType::kF64) == (x.dtype == DType::kF64), "rotate of ",
+              Name(matrix.dtype), " does not go with input of ", Name(x.dtype));
+  JUMAR_CHECK(op, cos.size[x.rank - 1] == dim,
+              "with rotate, the last dimension of r1 and r2 must be that of input, got ", cos.size[x.rank - 1], " and ",
+              dim);
+  ScratchFrame frame;
+  const void* wide = WidenAll(matrix, ComputeType(x.dtype), 0.0, frame);
+  ForEachBlock(x, cos, sin, out,
+               [&](const RotaryBlock& block, const RowOperand& from, const RowOperand& c, const RowOperand& s,
+                   const RowOperand& to) { RotaryMatrixRows(block, from, c, s, wide, to); });
 }
 
 void RotaryMulBackward(const TensorView& grad, const TensorView& x, const TensorView& cos, const TensorView& sin,

@@ -32,6 +32,10 @@ RotaryMode ParseRotaryMode(const char* op, const std::string& name);
 void RotaryMul(const TensorView& x, const TensorView& cos, const TensorView& sin, RotaryMode mode,
                const TensorView& out);
 
+// out = x * cos + (x matrix) * sin for a floating [D, D] matrix; no partial rotary. Forward only.
+void RotaryMulMatrix(const TensorView& x, const TensorView& cos, const TensorView& sin, const TensorView& matrix,
+                     const TensorView& out);
+
 // dcos and dsin may be null; they have the shape of cos and any floating dtype of their own. x is read only for them.
 // Errors begin with "npu_rotary_mul_backward".
 void RotaryMulBackward(const TensorView& grad, const TensorView& x, const TensorView& cos, const TensorView& sin,

@@ -32,6 +32,10 @@ struct RotaryBlock {
 void RotaryRows(const RotaryBlock& block, bool transpose, const RowOperand& x, const RowOperand& cos,
                 const RowOperand& sin, const RowOperand& out);
 
+// out = x * cos + (x matrix) * sin, with a dim x dim matrix in the compute type.
+void RotaryMatrixRows(const RotaryBlock& block, const RowOperand& x, const RowOperand& cos, const RowOperand& sin,
+                      const void* matrix, const RowOperand& out);
+
 // Elements that one row of sums takes, in the compute type.
 int64_t RotarySumsStride(DType dtype, int64_t width);
 

@@ -311,6 +311,45 @@ TEST(Rotary, ZeroSizes) {
   EXPECT_EQ(y.ToDoubles(), out.ToDoubles());
 }
 
+// The matrices of the two modes give what the modes give; any other matrix follows the formula.
+TEST(Rotary, Matrix) {
+  ForEachSimdTarget([](const std::string&) {
+    for (const DType dtype : FloatDTypes()) {
+      const int64_t dim = 10;
+      Buffer x(dtype, {2, 3, dim}, {90, 30, 2}), cos(TableOf(dtype), {2, 1, dim}), sin(TableOf(dtype), {2, 1, dim});
+      Buffer any(TableOf(dtype), {dim, dim});
+      x.FillRandom(1);
+      cos.FillRandom(2);
+      sin.FillRandom(3);
+      any.FillRandom(4);
+      for (const RotaryMode mode : kModes) {
+        Buffer matrix(TableOf(dtype), {dim, dim}, {1, dim});
+        matrix.Fill([](int64_t) { return 0.0; });
+        for (int64_t j = 0; j < dim; ++j) {
+          const ref::Rotated r = ref::RotateAt(mode, dim, j);
+          matrix.Set(r.from * dim + j, r.sign);
+        }
+        const Buffer out(dtype, {2, 3, dim});
+        RotaryMulMatrix(x.view(), cos.view(), sin.view(), matrix.view(), out.view());
+        CheckRotated(x, cos, sin, mode, false, out, "matrix of a mode");
+      }
+      const Buffer out(dtype, {2, 3, dim}, {1, 2, 6});
+      RotaryMulMatrix(x.view(), cos.view(), sin.view(), any.view(), out.view());
+      out.CheckRedZones("matrix");
+      for (int64_t i = 0; i < out.numel(); ++i) {
+        const int64_t row = i / dim * dim, table = i / (3 * dim) * dim, j = i % dim;
+        double sum = 0, size = std::abs(x.Get(i) * cos.Get(table + j));
+        for (int64_t k = 0; k < dim; ++k) {
+          sum += x.Get(row + k) * any.Get(k * dim + j);
+          size += std::abs(x.Get(row + k) * any.Get(k * dim + j) * sin.Get(table + j));
+        }
+        const double e = x.Get(i) * cos.Get(table + j) + sum * sin.Get(table + j);
+        EXPECT_LE(std::abs(out.Get(i) - e), Limit(dtype, e, (dim + 2) * size)) << i;
+      }
+    }
+  });
+}
+
 TEST(Rotary, OneTableGradientAlone) {
   Buffer x(DType::kF32, {3, 2, 8}), cos(DType::kF32, {3, 1, 8});
   x.FillRandom(1);
@@ -346,6 +385,8 @@ TEST(Rotary, Errors) {
   ExpectError(run(ints, t, t), op, "int64");
   ExpectError([&] { RotaryMul(x.view(), t.view(), t.view(), RotaryMode::kHalf, x32.view()); }, op,
               "got float32 and bfloat16");
+  ExpectError([&] { RotaryMulMatrix(x.view(), t.view(), t.view(), rank2.view(), x.view()); }, op,
+              "rotate must be [8, 8], got [2, 8]");
   ExpectError(
       [&] {
         RotaryMulBackward(x32.view(), x.view(), t.view(), t.view(), RotaryMode::kHalf, x.view(), nullptr, nullptr);

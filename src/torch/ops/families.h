@@ -9,12 +9,16 @@ namespace jumar::binding {
 
 std::vector<OpEntry> LinearOps();
 std::vector<OpEntry> RmsNormOps();
+std::vector<OpEntry> RotaryOps();
+std::vector<OpEntry> SwigluOps();
 std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
       LinearOps(),
       RmsNormOps(),
+      RotaryOps(),
+      SwigluOps(),
       UlpErrorOps(),
   };
 }

@@ -1,0 +1,102 @@
+"""``npu_rotary_mul``: rotary position embedding. See docs/ops/npu_rotary_mul.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jumar.ops._wiring import forbid_autograd, register_autograd, register_fake, resolve
+
+
+def npu_rotary_mul(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    """``input * r1 + R(input) * r2`` along the last dimension, r1 and r2 being the tables of cos and sin.
+
+    Args:
+        input: [.., D] with D even, rank 2 to 8, fp32, bf16, fp16 or fp64, any strides.
+        r1, r2: tables of input's rank and one shape; each dimension is 1 or input's. Their last dimension R is even and
+            at most D; when it is smaller, the other D - R elements of each row are copied. fp32, bf16 or fp16, fp32 kept
+            as it is; fp64 with fp64 input only.
+        rotary_mode: "half": ``R(x) = cat(-x[R/2:], x[:R/2])``; "interleave": ``R(x)[2i] = -x[2i+1], R(x)[2i+1] = x[2i]``.
+        rotate: [D, D]; when given, ``R(x) = x @ rotate`` whatever rotary_mode says. Forward only.
+
+    Returns:
+        Like input, in its memory layout, rounded once. Differentiable in input, r1 and r2.
+
+    Raises:
+        RuntimeError: shapes, dtypes or the mode do not fit, or rotate is given and a gradient is required.
+    """
+    return resolve("npu_rotary_mul", input)(input, r1, r2, rotary_mode, rotate)
+
+
+def npu_rotary_mul_backward(
+    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`npu_rotary_mul`: of input (like grad), of r1 and of r2 (in their shapes and dtypes)."""
+    return resolve("npu_rotary_mul_backward", input)(grad, input, r1, r2, rotary_mode)
+
+
+def _check(op: str, input: Tensor, r1: Tensor, r2: Tensor, mode: str) -> None:
+    if mode not in ("half", "interleave"):
+        raise RuntimeError(
+            f"{op}: The rotary_mode of npu_rotary_mul should be half or interleave, but got {mode}"
+        )
+    fits = r1.shape == r2.shape and r1.dim() == input.dim() and input.dim() >= 2
+    fits = fits and all(r in (1, x) for r, x in zip(r1.shape[:-1], input.shape[:-1], strict=True))
+    if not fits or r1.shape[-1] > input.shape[-1]:
+        raise RuntimeError(
+            f"{op}: r1 {list(r1.shape)} and r2 {list(r2.shape)} do not go with input {list(input.shape)}"
+        )
+    for width in (input.shape[-1], r1.shape[-1]):
+        if width % 2 != 0:
+            raise RuntimeError(f"{op}: the last dimension must be even, got {width}")
+
+
+def _fake(
+    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
+) -> Tensor:
+    _check("npu_rotary_mul", input, r1, r2, rotary_mode)
+    return torch.empty_like(input)
+
+
+def _backward_fake(
+    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check("npu_rotary_mul_backward", input, r1, r2, rotary_mode)
+    return torch.empty_like(grad), r1.new_empty(r1.shape), r2.new_empty(r2.shape)
+
+
+def _dx_fake(grad: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+    _check("rotary_mul_backward", grad, r1, r2, rotary_mode)
+    return torch.empty_like(grad)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    # torch drops trailing arguments that have their defaults.
+    input, r1, r2, ctx.mode, rotate = (*inputs, *("half", None)[len(inputs) - 3 :])
+    if rotate is not None and any(ctx.needs_input_grad):
+        raise RuntimeError(
+            "npu_rotary_mul: rotate is given, but the gradient is implemented without rotate only"
+        )
+    ctx.tables = any(ctx.needs_input_grad[1:3])
+    # The gradient of input alone does not need input.
+    ctx.save_for_backward(input if ctx.tables else None, r1, r2)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    input, r1, r2 = ctx.saved_tensors
+    if ctx.tables:
+        op = resolve("npu_rotary_mul_backward", grad)
+        return (*op(grad, input, r1, r2, ctx.mode), None, None)
+    return torch.ops.jumar.rotary_mul_backward(grad, r1, r2, ctx.mode), None, None, None, None
+
+
+register_fake("npu_rotary_mul", _fake)
+register_fake("npu_rotary_mul_backward", _backward_fake)
+register_fake("rotary_mul_backward", _dx_fake)
+register_autograd("npu_rotary_mul", _backward, _setup)
+forbid_autograd("npu_rotary_mul_backward")
+forbid_autograd("rotary_mul_backward")
