@@ -23,7 +23,9 @@ def example():
     build = Path(os.environ.get("JUMAR_BUILD_DIR") or ROOT / "build" / "release")
     library = build / "examples" / "libjumar_example.so"
     assert library.exists(), f"{library} is missing: run `make build`, or set JUMAR_BUILD_DIR"
-    spec = importlib.util.spec_from_file_location("squared_relu_glu", FOLDER / "squared_relu_glu.py")
+    spec = importlib.util.spec_from_file_location(
+        "squared_relu_glu", FOLDER / "squared_relu_glu.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     module.load(library)
@@ -54,8 +56,14 @@ def test_gradcheck_opcheck_and_retain_graph(example):
     x, gate = (signed(3, 5, dtype=torch.float64, seed=i).requires_grad_() for i in (1, 2))
     x.data[-1] = 0.25  # the kink at 0 has no numerical derivative
     assert gradcheck(example.squared_relu_glu, (x, gate))
-    opcheck(torch.ops.jumar_example.squared_relu_glu.default, (x.float().detach(), gate.float().detach()))
-    opcheck(torch.ops.jumar_example.squared_relu_glu.default, tuple(t.detach().requires_grad_() for t in (x, gate)))
+    opcheck(
+        torch.ops.jumar_example.squared_relu_glu.default,
+        (x.float().detach(), gate.float().detach()),
+    )
+    opcheck(
+        torch.ops.jumar_example.squared_relu_glu.default,
+        tuple(t.detach().requires_grad_() for t in (x, gate)),
+    )
     check_retain_graph(example.squared_relu_glu, x, gate)
 
 
@@ -67,7 +75,10 @@ def test_compiles(example):
 
 def test_errors(example):
     x = signed(2, 3)
-    with pytest.raises(RuntimeError, match=r"squared_relu_glu: gate must be like input, float32\[2, 3\], but is float32\[2, 4\]"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"squared_relu_glu: gate must be like input, float32\[2, 3\], but is float32\[2, 4\]",
+    ):
         example.squared_relu_glu(x, signed(2, 4))
     leaf = x.clone().requires_grad_()
     (grad,) = torch.autograd.grad(example.squared_relu_glu(leaf, x).sum(), leaf, create_graph=True)

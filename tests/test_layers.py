@@ -22,7 +22,12 @@ def _table(heading: str) -> dict[str, set[str]]:
 
 
 def _cpp_files() -> list[Path]:
-    return [p for base in ("include", "src") for ext in ("h", "cc") for p in sorted((ROOT / base).rglob(f"*.{ext}"))]
+    return [
+        p
+        for base in ("include", "src")
+        for ext in ("h", "cc")
+        for p in sorted((ROOT / base).rglob(f"*.{ext}"))
+    ]
 
 
 def _includes(path: Path) -> list[str]:
@@ -46,7 +51,9 @@ def test_the_page_names_every_folder():
     cpp = {f"src/{p.name}" for p in (ROOT / "src").iterdir() if p.is_dir()} | {"include/jumar"}
     assert set(_table("C++")) == cpp
     package = ROOT / "python" / "jumar"
-    python = {p.stem for p in package.glob("*.py")} | {p.parent.name for p in package.glob("*/__init__.py")}
+    python = {p.stem for p in package.glob("*.py")} | {
+        p.parent.name for p in package.glob("*/__init__.py")
+    }
     assert python - {"__init__", "__main__"} <= set(_table("Python"))
 
 
@@ -68,9 +75,9 @@ def test_includes_point_downwards(path):
                 f"{relative} includes {include} of another family"
             )
         if target == "torch":
-            assert include.startswith(("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")), (
-                f"{relative} includes {include}, which is not part of the stable ABI"
-            )
+            assert include.startswith(
+                ("torch/csrc/stable/", "torch/headeronly/", "torch/csrc/inductor/aoti_torch/c/")
+            ), f"{relative} includes {include}, which is not part of the stable ABI"
 
 
 def _imports(path: Path) -> set[str]:
@@ -124,5 +131,7 @@ def test_import_jumar_is_light():
 def test_files_stay_short():
     """About 500 lines at most; code that grows beyond is split."""
     files = _cpp_files() + _python_files()
-    long = {str(p.relative_to(ROOT)): n for p in files if (n := len(p.read_text().splitlines())) > 520}
+    long = {
+        str(p.relative_to(ROOT)): n for p in files if (n := len(p.read_text().splitlines())) > 520
+    }
     assert not long

@@ -139,6 +139,12 @@ def test_gradient_of_the_returned_sum():
     assert gradcheck(lambda a, b, c: ops.npu_add_rms_norm(a, b, c)[::2], (x1, x2, w))
     assert gradcheck(lambda a, b, c: ops.npu_add_rms_norm(a, b, c)[2], (x1, x2, w))
 
+    def both(a, b, c):  # gradients of y and of the sum arrive in one backward
+        y, _, total = ops.npu_add_rms_norm(a, b, c)
+        return y + 2 * total
+
+    assert gradcheck(both, (x1, x2, w))
+
 
 def test_gamma_of_two_dimensions_and_rstd_shape():
     x, w = (
