@@ -13,7 +13,7 @@ from jumar import opinfo, ops
 from jumar.opinfo import OPERATORS
 from jumar.opinfo.cases import expanded, sliced, transposed
 from jumar.verify import compare, verify_model, verify_operator, verify_operators
-from jumar.verify.models import StayWide
+from jumar.verify.models import MEAN, StayWide
 
 REGISTERED = [info for info in OPERATORS.values() if info.registered]
 BF16 = torch.bfloat16
@@ -207,7 +207,8 @@ def test_model_holds(dtype):
     before = {name: p.clone() for name, p in model.named_parameters()}
     rows = verify_model(model)
     assert {"logits", "loss", "d model.norm.weight"} <= {row.result for row in rows}
-    assert len(rows) == 2 + len(before)
+    assert len(rows) == 3 + len(before)
+    assert rows[-1].result == MEAN and rows[-1].fused < 1.3 * rows[-1].eager
     assert all(row.ok for row in rows), [row for row in rows if not row.ok]
     assert all(math.isfinite(row.eager) and row.eager > 0 for row in rows)
     for name, parameter in model.named_parameters():

@@ -14,11 +14,13 @@ from torch.overrides import TorchFunctionMode
 from jumar import ops
 from jumar.opinfo import dtype_name
 
-#: A tensor of the converted model may be this much further from fp64 than eager's, plus FLOOR: both errors are maxima
-#: over roundings that fall differently.
-FACTOR = 1.5
-#: Ulps at the tensor's largest value.
-FLOOR = 2.0
+#: A tensor of the converted model may be this much further from fp64 than eager's, plus FLOOR ulps at its largest value:
+#: both errors are maxima over roundings that fall differently.
+FACTOR = 2.0
+FLOOR = 4.0
+#: The geometric mean over all tensors varies less: fused against eager lay between 0.7 and 1.15 for the built-in models.
+MEAN_FACTOR = 1.3
+MEAN = "(geometric mean)"
 
 
 @dataclass
@@ -35,7 +37,9 @@ class ModelRow:
 
     @property
     def ok(self) -> bool:
-        return math.isfinite(self.fused) and self.fused <= FACTOR * self.eager + FLOOR
+        mean = self.result == MEAN
+        limit = MEAN_FACTOR * self.eager if mean else FACTOR * self.eager + FLOOR
+        return math.isfinite(self.fused) and self.fused <= limit
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "index": list(self.index), "ok": self.ok}
@@ -88,6 +92,17 @@ def _compare(
     return row
 
 
+def _mean(rows: list[ModelRow]) -> ModelRow:
+    """The geometric means of both errors over the tensors where neither is zero."""
+    pairs = [(row.eager, row.fused) for row in rows if row.eager > 0 and row.fused > 0]
+    if not pairs:
+        return ModelRow(rows[0].dtype, MEAN, 0.0, max(row.fused for row in rows))
+    eager, fused = (
+        math.exp(math.fsum(map(math.log, side)) / len(pairs)) for side in zip(*pairs, strict=True)
+    )
+    return ModelRow(rows[0].dtype, MEAN, eager, fused)
+
+
 def verify_model(
     model: nn.Module,
     converters: list[str] | None = None,
@@ -95,7 +110,7 @@ def verify_model(
     inputs: dict[str, Tensor] | None = None,
     seed: int = 0,
 ) -> list[ModelRow]:
-    """A row per tensor for ``model`` in its own dtype and in eval mode; the model itself is not changed.
+    """A row per tensor, and one for all, for ``model`` in its own dtype and in eval mode; the model is not changed.
 
     Args:
         model: a model whose output has ``loss`` and ``logits``.
@@ -130,4 +145,5 @@ def verify_model(
     missing = wide.keys() ^ fused.keys()
     if missing:
         raise ConverterError(f"gradients differ in kind: {', '.join(sorted(missing))}")
-    return [_compare(dtype, name, eager[name], fused[name], wide[name]) for name in wide]
+    rows = [_compare(dtype, name, eager[name], fused[name], wide[name]) for name in wide]
+    return [*rows, _mean(rows)]
