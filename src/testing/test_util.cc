@@ -4,6 +4,7 @@
 
 #include <cfloat>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <numbers>
 
@@ -219,13 +220,18 @@ double ExpectUlp(const Buffer& actual, const std::vector<double>& expected, doub
 }
 
 void ForEachSimdTarget(const std::function<void(const std::string&)>& body) {
+  const char* only = std::getenv("JUMAR_TEST_TARGETS");
+  bool any = false;
   for (const std::string& target : SimdTargets()) {
+    if (only != nullptr && (" " + std::string(only) + " ").find(" " + target + " ") == std::string::npos) continue;
+    any = true;
     SCOPED_TRACE("SIMD target " + target);
     SetSimdTarget(target);
     body(target);
     if (::testing::Test::HasFatalFailure()) break;
   }
   SetSimdTarget("");
+  EXPECT_TRUE(any) << "JUMAR_TEST_TARGETS=\"" << only << "\" names no usable target";
 }
 
 void WithThreads(int threads, const std::function<void()>& body) {

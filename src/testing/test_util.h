@@ -65,7 +65,8 @@ class Random {
 double ExpectUlp(const Buffer& actual, const std::vector<double>& expected, double max_ulp, const std::string& what,
                  double abs_floor = 0.0);
 
-// Runs body once for each usable SIMD target, with SCOPED_TRACE of its name, then restores the choice.
+// Runs body once for each usable SIMD target, with SCOPED_TRACE of its name, then restores the choice. The environment
+// variable JUMAR_TEST_TARGETS, names separated by spaces, picks some of them.
 void ForEachSimdTarget(const std::function<void(const std::string&)>& body);
 
 // Runs body with the given OpenMP thread count.
