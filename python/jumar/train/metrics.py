@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
+
+from jumar import compat
+from jumar.train.text import duration
+
+compat.apply()
+
+from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank  # noqa: E402
 
 # Steps whose times give the estimate of what is left.
 _WINDOW = 20
-
-
-def duration(seconds: float) -> str:
-    """``12 s``, ``3:07``, ``2:03:07``."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    hours, rest = divmod(whole, 3600)
-    minutes, rest = divmod(rest, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 class JobMetrics(MetricsProcessor):

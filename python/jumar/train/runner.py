@@ -147,13 +147,13 @@ def run(config_file: str, overrides: list[str], *, json: bool = False) -> dict[s
         console.width = 160
     rank, world = ranks()
     if rank == 0:
-        _introduce(prepared, world, console)
+        introduce(prepared, world, console)
     result = train(prepared)
     if rank == 0:
         if json:
             print(json_module.dumps(result, indent=2))
         else:
-            _conclude(result, console)
+            conclude(result, console)
     return result
 
 
@@ -287,7 +287,8 @@ def _export(trainer: Any, prepared: Prepared) -> str | None:
     return str(folder)
 
 
-def _introduce(prepared: Prepared, world: int, console: Console) -> None:
+def introduce(prepared: Prepared, world: int, console: Console) -> None:
+    """Prints what is about to be trained, and the conversion report."""
     job = prepared.job
     if job["job"]["description"]:
         console.print(job["job"]["description"], style="bold")
@@ -304,7 +305,8 @@ def _introduce(prepared: Prepared, world: int, console: Console) -> None:
         console.print(prepared.report)
 
 
-def _conclude(result: dict[str, Any], console: Console) -> None:
+def conclude(result: dict[str, Any], console: Console) -> None:
+    """Prints the operators' table, the losses and where everything went."""
     if "losses" not in result:
         console.print(f"seed checkpoint: {result['seed_checkpoint']}")
         return

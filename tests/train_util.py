@@ -1,0 +1,58 @@
+"""Small jobs for the tests of training."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear"]
+
+_JOB = """
+[job]
+dump_folder = "{out}"
+[model]
+name = "qwen3"
+flavor = "tiny"
+converters = {converters}
+[training]
+dataset_path = "text"
+local_batch_size = 2
+seq_len = 64
+steps = 10
+mixed_precision_param = "float32"
+[optimizer]
+lr = 1e-3
+# The first steps of Adam divide by gradients: keep tiny ones from turning rounding into sign.
+eps = 1e-6
+[lr_scheduler]
+warmup_steps = 2
+"""
+
+
+def sentences(count: int = 60) -> list[str]:
+    """Documents of different lengths, some shorter and some longer than a sequence."""
+    words = "the rope holds a climber who reads one page of every book that the wall has kept".split()
+    return [
+        " ".join(words[(i * 7 + j * j + j) % len(words)] for j in range(5 + (i * 13) % 60)) + f" {i}."
+        for i in range(count)
+    ]
+
+
+def write_job(folder: Path, converters: list[str] = CONVERTERS, text: list[str] | None = None) -> Path:
+    """A job file and its data in ``folder``; returns the job file."""
+    (folder / "text").mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps({"text": t}) for t in (sentences() if text is None else text))
+    (folder / "text" / "data.jsonl").write_text("".join(line + "\n" for line in lines))
+    file = folder / "job.toml"
+    file.write_text(_JOB.format(out=folder / "out", converters=json.dumps(converters)))
+    return file
+
+
+def no_sleep(monkeypatch: Any) -> None:
+    """The trainer sleeps two seconds at its end, for ranks that are still busy."""
+    clock = SimpleNamespace(**{name: getattr(time, name) for name in ("perf_counter", "monotonic", "time")})
+    clock.sleep = lambda seconds: None
+    monkeypatch.setattr("torchtitan.trainer.time", clock)
