@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <numbers>
+#include <sstream>
 
 #include "jumar/error.h"
 
@@ -219,11 +220,25 @@ double ExpectUlp(const Buffer& actual, const std::vector<double>& expected, doub
   return worst;
 }
 
+namespace {
+
+// Is `name` one of the words of `list`?
+bool Listed(const char* list, const std::string& name) {
+  std::istringstream words(list);
+  std::string word;
+  while (words >> word) {
+    if (word == name) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
 void ForEachSimdTarget(const std::function<void(const std::string&)>& body) {
   const char* only = std::getenv("JUMAR_TEST_TARGETS");
   bool any = false;
   for (const std::string& target : SimdTargets()) {
-    if (only != nullptr && (" " + std::string(only) + " ").find(" " + target + " ") == std::string::npos) continue;
+    if (only != nullptr && !Listed(only, target)) continue;
     any = true;
     SCOPED_TRACE("SIMD target " + target);
     SetSimdTarget(target);
