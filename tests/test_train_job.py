@@ -159,8 +159,9 @@ def test_tokenizer_without_an_end_of_text(job, tmp_path):
 
 
 def test_tokenizer_keeps_every_text(job, tmp_path):
-    from jumar.train import data, tokenizer
     from tokenizers import Tokenizer
+
+    from jumar.train import data, tokenizer
 
     folder = tokenizer.train(data.read(job.parent / "text"), 300, tmp_path / "tokenizer")
     loaded = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -175,10 +176,11 @@ def test_unknown_shim(job, monkeypatch):
 
 
 def test_converter_that_matches_nothing(job):
+    from torchtitan.models.common.nn_modules import RMSNorm
+
     from jumar import titan
     from jumar.convert.errors import ConverterError
     from jumar.titan.models import model_spec
-    from torchtitan.models.common.nn_modules import RMSNorm
 
     layer = model_spec("qwen3", "tiny").model.layers[0]
     assert isinstance(layer.attention_norm, RMSNorm.Config)

@@ -104,7 +104,8 @@ def flavors(name: str) -> list[str]:
     if name not in model_names():
         raise KeyError(name)
     module = import_module(f"torchtitan.models.{name}")
-    known = list(getattr(module, f"{name}_configs", {}))
+    # One table a model, whose name is not quite the model's.
+    known = next(list(v) for k, v in vars(module).items() if k.endswith("_configs") and isinstance(v, dict))
     return known + ([*QWEN3_SIZES] if name == "qwen3" else [])
 
 
@@ -117,4 +118,4 @@ def model_spec(name: str, flavor: str) -> Any:
         spec = module.model_registry("debugmodel")
         spec.flavor, spec.model = flavor, qwen3_config(QWEN3_SIZES[flavor])
         return spec
-    return module.model_registry(flavor)
+    return module.model_registry(flavor, attn_backend="flex")

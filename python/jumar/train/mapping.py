@@ -18,8 +18,11 @@ def model_spec(job: Job) -> Any:
     if name not in models.model_names():
         known = models.model_names()
         raise JobError(f"model.name = {name!r} is unknown{nearest(name, known)} (known: {', '.join(known)})")
-    if flavor not in models.flavors(name):
+    try:
         known = models.flavors(name)
+    except ImportError as error:
+        raise JobError(f"model.name = {name!r}: torchtitan's model needs a package that is missing: {error}") from error
+    if flavor not in known:
         raise JobError(
             f"model.flavor = {flavor!r} is unknown for {name}{nearest(flavor, known)} (known: {', '.join(known)})"
         )
