@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 
-import jumar
 import pytest
 import torch
 import torch.nn.functional as F
-from jumar import ops
-from op_util import FLOAT_DTYPES, assert_ulp, check_retain_graph, signed, strided_views
 from torch.autograd import gradcheck
 from torch.library import opcheck
+
+import jumar
+from jumar import ops
+from op_util import FLOAT_DTYPES, assert_ulp, check_retain_graph, signed, strided_views
 
 # (tokens.., in, out): tails of every register block, K = 0, no tokens, a single element, wgrad with many tokens.
 SHAPES = [

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 
-import jumar
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import gradcheck
+from torch.library import opcheck
+
+import jumar
 from jumar import ops
 from op_util import (
     FLOAT_DTYPES,
@@ -18,8 +21,6 @@ from op_util import (
     signed,
     strided_views,
 )
-from torch.autograd import gradcheck
-from torch.library import opcheck
 
 
 def norm64(x, gamma, eps, offset=0.0, gate=None):

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch  # noqa: F401  the library links to libtorch, which must be loaded first
 
-
 LIBRARY_PATH = Path(__file__).parent / "_lib" / "libjumar_torch.so"
 
 

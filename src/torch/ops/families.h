@@ -15,11 +15,7 @@ std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      LinearOps(),
-      RmsNormOps(),
-      RotaryOps(),
-      SwigluOps(),
-      UlpErrorOps(),
+      LinearOps(), RmsNormOps(), RotaryOps(), SwigluOps(), UlpErrorOps(),
   };
 }
 
