@@ -121,6 +121,7 @@ def test_mistakes_are_one_line(run):
         (("verify", "--converters", "x"), "jumar verify: --converters goes with a model"),
         (("bench", "--op", "npu_linar"), "jumar bench: unknown operator 'npu_linar'; did you mean"),
         (("bench", "--op", "npu_linear", "--shape", "smal"), "jumar bench: unknown shape 'smal'"),
+        (("bench", "--csv", "no/such/folder/x.csv"), "jumar bench: no folder for no/such/folder"),
         (("train",), "jumar train: Missing option '--job.config_file'"),
     ):
         status, out, error = run(*arguments)

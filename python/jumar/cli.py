@@ -10,6 +10,7 @@ import contextlib
 import json as json_module
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -298,6 +299,9 @@ def bench(
 
     with _user_errors(ValueError):
         plan = bench_module.plan(_op_names(op), _dtypes(dtype), shape, quick=quick)
+    for path in (csv, plot):  # before minutes of measuring
+        if path is not None and not Path(path).resolve().parent.is_dir():
+            raise UserError(f"no folder for {path}")
     progress = Console(stderr=True, highlight=False)
     result = bench_module.run(
         plan,
