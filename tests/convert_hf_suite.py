@@ -117,7 +117,7 @@ def test_bf16_step_is_no_further_from_fp64_than_eager(name):
             totals[kind][1] += sum(errors.values())
             assert max(errors.values()) < 0.1  # and nothing is simply wrong
     assert totals["fused"][0] <= 1.1 * totals["eager"][0]
-    assert totals["fused"][1] <= 1.1 * totals["eager"][1]
+    assert totals["fused"][1] <= 1.05 * totals["eager"][1]
 
 
 @pytest.mark.parametrize("converter", list(CALLS))
@@ -159,6 +159,18 @@ def test_position_ids_are_respected(name, positions):
     assert_close(actual, expected, 1e-5)
     if not torch.equal(positions - positions[:, :1], torch.arange(4).expand_as(positions)):
         assert (actual - other).abs().max() > 1e-3  # the ids mattered
+
+
+def test_scales_of_long_context_variants_are_kept():
+    """D4: YaRN scales the tables and the softmax; both belong to the model and are used as they are."""
+    model = models.build("qwen3")
+    model.model.rotary_emb.attention_scaling = 1.3
+    for layer in model.model.layers:
+        layer.self_attn.scaling = 0.2
+    inputs = models.example_inputs(model)
+    expected = model(**inputs).logits
+    jumar.kernelize(model)
+    assert_close(model(**inputs).logits, expected, 1e-5)
 
 
 def test_multimodal_positions_that_differ_by_axis():
