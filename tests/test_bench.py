@@ -74,6 +74,22 @@ def test_interleave():
     assert "".join(calls) == "aabb" + "abbaabba"
 
 
+def test_kept_memory_is_not_mapped_again():
+    """What was freed is handed out again: no page faults once a size has been used."""
+    import resource
+
+    from jumar.bench.timing import keep_memory
+
+    def faults() -> int:
+        begin = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        torch.ones(1 << 24)  # 64 MiB, 16384 pages
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begin
+
+    keep_memory()
+    faults()
+    assert min(faults() for _ in range(3)) < 1000
+
+
 def test_limits():
     limits = bench.measure(quick=True)
     assert limits.copy_gbs > 0 and limits.fma_gflops > 0 and limits.bf16_gflops >= 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jumar.bench.limits import Limits, measure
 from jumar.bench.shapes import pick
-from jumar.bench.timing import Timing, interleave
+from jumar.bench.timing import Timing, interleave, keep_memory
 from jumar.opinfo import OPERATORS, Case, OpInfo, dtype_name, find
 from jumar.verify import compare
 
@@ -206,6 +206,7 @@ def run(
     Limits are measured before, after and (unless ``quick``) beside every job, and the best counts: another process may
     have disturbed some of them.
     """
+    keep_memory()
     progress("limits of this machine")
     limits = measure(quick)
     rows: list[BenchRow] = []
