@@ -27,13 +27,12 @@ HWY_INLINE V ExpOf(D d, V x) {
 
 // e^-|x|, within 1.5 ulp (1.25 with FMA) where the result is normal, correctly scaled below; exactly 0 from |x| = 104
 // (float) on. The result for NaN is unspecified (but no NaN need come out): callers multiply by x anyway.
-// kCoarse, float only, for results that are rounded to 16 bits: within 12 ulp (96 without FMA) of float.
 //
 // Float: |x| = t - n ln2 with an integer n <= 0 and |t| <= ln2 / 2, e^-|x| = 2^n e^-t. Adding 1.5 * 2^23 rounds to an
 // integer that sits in the low mantissa bits, ready to be added to the exponent; ln2 is split so that n * (first part)
-// is exact. The polynomials are the minimax ones of degree 6 (relative error 2.6e-9) and, coarse, 5 (4.4e-7). The
-// exponent is first raised by 64 and the result multiplied by 2^-64, which rounds once when it is subnormal.
-template <bool kCoarse = false, class D, class V>
+// is exact. The polynomial is the minimax one of degree 6 (relative error 2.6e-9). The exponent is first raised by 64
+// and the result multiplied by 2^-64, which rounds once when it is subnormal.
+template <class D, class V>
 HWY_INLINE V ExpNegAbs(D d, V x) {
   if constexpr (sizeof(hn::TFromD<D>) == 8) {
     return ExpOf(d, hn::Neg(hn::Abs(x)));
@@ -43,26 +42,44 @@ HWY_INLINE V ExpNegAbs(D d, V x) {
     const V magic = hn::Set(d, 12582912.0f + 64.0f);
     const V z = hn::NegMulAdd(ax, hn::Set(d, 1.44269504f), magic);
     const V n = hn::Sub(z, magic);
-    V p = hn::Undefined(d);
-    if constexpr (kCoarse) {
-      const V t = hn::MulAdd(n, hn::Set(d, 0.693147181f), ax);
-      p = hn::MulAdd(t, hn::Set(d, -0.00695334435f), hn::Set(d, 0.0418756896f));
-      p = hn::MulAdd(p, t, hn::Set(d, -0.166876972f));
-      p = hn::MulAdd(p, t, hn::Set(d, 0.499993730f));
-      p = hn::MulAdd(p, t, hn::Set(d, -0.999993699f));
-      p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
-    } else {
-      const V t = hn::MulAdd(n, hn::Set(d, -2.12194440e-4f), hn::MulAdd(n, hn::Set(d, 0.693359375f), ax));
-      p = hn::MulAdd(t, hn::Set(d, 0.00140616044f), hn::Set(d, -0.00837910693f));
-      p = hn::MulAdd(p, t, hn::Set(d, 0.0416647693f));
-      p = hn::MulAdd(p, t, hn::Set(d, -0.166663642f));
-      p = hn::MulAdd(p, t, hn::Set(d, 0.500000044f));
-      p = hn::MulAdd(p, t, hn::Set(d, -1.0f));
-      p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
-    }
+    const V t = hn::MulAdd(n, hn::Set(d, -2.12194440e-4f), hn::MulAdd(n, hn::Set(d, 0.693359375f), ax));
+    V p = hn::MulAdd(t, hn::Set(d, 0.00140616044f), hn::Set(d, -0.00837910693f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.0416647693f));
+    p = hn::MulAdd(p, t, hn::Set(d, -0.166663642f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.500000044f));
+    p = hn::MulAdd(p, t, hn::Set(d, -1.0f));
+    p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
     const auto scaled = hn::Add(hn::BitCast(du, p), hn::ShiftLeft<23>(hn::BitCast(du, z)));
     return hn::Mul(hn::BitCast(d, scaled), hn::Set(d, 0x1p-64f));
   }
+}
+
+// e^-x for 1 / (1 + e^-x) that is rounded to 16 bits afterwards: within 2^-20.5 relatively for |x| <= 20, 2^-16.4 to
+// x = -88.7; infinity below; anything under 2^-57 from x = 40 on; unspecified for NaN. kDegree 4: 2^-17.5 for |x|
+// <= 20. As ExpNegAbs, but without a case for the sign: x is clamped and the exponent may go either way.
+template <int kDegree, class D, class V>
+HWY_INLINE V CoarseExpNeg(D d, V x) {
+  static_assert(kDegree == 4 || kDegree == 5);
+  const hn::RebindToUnsigned<D> du;
+  const V y = hn::Min(hn::Max(x, hn::Set(d, -104.0f)), hn::Set(d, 40.0f));
+  const V magic = hn::Set(d, 12582912.0f - 64.0f);
+  const V z = hn::NegMulAdd(y, hn::Set(d, 1.44269504f), magic);
+  const V n = hn::Sub(z, magic);
+  const V t = hn::MulAdd(n, hn::Set(d, 0.693147181f), y);
+  V p = hn::Undefined(d);
+  if constexpr (kDegree == 5) {
+    p = hn::MulAdd(t, hn::Set(d, -0.00695334435f), hn::Set(d, 0.0418756896f));
+    p = hn::MulAdd(p, t, hn::Set(d, -0.166876972f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.499993730f));
+    p = hn::MulAdd(p, t, hn::Set(d, -0.999993699f));
+  } else {
+    p = hn::MulAdd(t, hn::Set(d, 0.0423820609f), hn::Set(d, -0.168089344f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.499959456f));
+    p = hn::MulAdd(p, t, hn::Set(d, -0.999951352f));
+  }
+  p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
+  const auto scaled = hn::Add(hn::BitCast(du, p), hn::ShiftLeft<23>(hn::BitCast(du, z)));
+  return hn::Mul(hn::BitCast(d, scaled), hn::Set(d, 0x1p64f));
 }
 
 // 1 / (1 + e^-x), through e^-|x| so that nothing overflows:  x >= 0: 1 / (1 + e),  x < 0: e / (1 + e).
