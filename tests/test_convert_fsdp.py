@@ -79,4 +79,6 @@ def test_sharded_weights_are_left_alone(mesh):
     m = shard(model(), mesh)
     report = jumar.convert(m, ["npu_rms_norm", "npu_linear"])
     assert not report.replaced
-    assert {s.reason for s in report.skipped} == {"its weight is a DTensor: convert before sharding"}
+    assert {s.reason for s in report.skipped} == {
+        "its weight is a DTensor: convert before sharding"
+    }
