@@ -372,6 +372,10 @@ def main(argv: list[str] | None = None) -> None:
     known = {command.name or command.callback.__name__ for command in app.registered_commands}
     command = next((a for a in arguments if a in known), "")
     where = f"jumar {command}".strip()
+    if argv is None and command == "bench" and "--help" not in arguments:
+        from jumar.bench.timing import restart_keeping_memory
+
+        restart_keeping_memory(arguments)
     try:
         status = app(args=arguments, standalone_mode=False, prog_name="jumar")
     except UserError as error:

@@ -77,7 +77,8 @@ def show(result: Result, console: Console) -> None:
             f"{row.ulp:.2f}",
         )
     console.print(table)
-    console.print("times: minimum / median; ratios: of the minima, above 1 jumar is faster")
+    pages = "" if result.keeps_memory else "; large results were written to fresh pages"
+    console.print(f"times: minimum / median; ratios: of the minima, above 1 jumar is faster{pages}")
     for note in dict.fromkeys(
         f"{r.op} {r.dtype} {r.shape}: {r.note}" for r in result.rows if r.note
     ):
@@ -96,7 +97,12 @@ def to_dict(result: Result) -> dict[str, Any]:
             if name in row.timings
         }
         rows.append({**data, "ok": row.ok})
-    return {"ok": result.ok, "limits": asdict(result.limits), "rows": rows}
+    return {
+        "ok": result.ok,
+        "limits": asdict(result.limits),
+        "keeps_memory": result.keeps_memory,
+        "rows": rows,
+    }
 
 
 def write_csv(result: Result, path: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from jumar.bench.limits import Limits, measure
 from jumar.bench.shapes import pick
-from jumar.bench.timing import Timing, interleave, keep_memory
+from jumar.bench.timing import Timing, interleave, keeps_memory
 from jumar.opinfo import OPERATORS, Case, OpInfo, dtype_name, find
 from jumar.verify import compare
 
@@ -59,8 +59,11 @@ class BenchRow:
 
 @dataclass
 class Result:
+    """``keeps_memory``: results were written to memory that had been used before, not to fresh pages."""
+
     limits: Limits
     rows: list[BenchRow]
+    keeps_memory: bool = field(default_factory=keeps_memory)
 
     @property
     def ok(self) -> bool:
@@ -206,7 +209,6 @@ def run(
     Limits are measured before, after and (unless ``quick``) beside every job, and the best counts: another process may
     have disturbed some of them.
     """
-    keep_memory()
     progress("limits of this machine")
     limits = measure(quick)
     rows: list[BenchRow] = []

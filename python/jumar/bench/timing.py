@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
+import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+#: glibc keeps freed memory and hands it out again. Otherwise every large result is mapped anew, and the page faults of its
+#: first writes, the same for every contender, cost more than the operator. (The caches of small chunks are off because
+#: they pin the remainders of aligned allocations, so that neighbours never merge.)
+KEEP_MEMORY = ":".join(
+    f"glibc.malloc.{name}={value}"
+    for name, value in (
+        ("mmap_max", 0),
+        ("trim_threshold", 1 << 40),
+        ("tcache_count", 0),
+        ("mxfast", 0),
+    )
+)
 
-def keep_memory() -> None:
-    """Tells glibc to keep freed memory for the rest of the process; without glibc nothing happens.
 
-    Otherwise every large result is mapped anew, and the page faults of the first writes (which cost as much as the
-    operator itself, and the same for every contender) would be what is measured.
+def keeps_memory() -> bool:
+    """Whether this process was started with :data:`KEEP_MEMORY`."""
+    return "glibc.malloc.mmap_max=0" in os.environ.get("GLIBC_TUNABLES", "")
+
+
+def restart_keeping_memory(arguments: list[str]) -> None:
+    """Replaces this process by ``python -m jumar ARGUMENTS`` with :data:`KEEP_MEMORY`, which is read at start only.
+
+    Does nothing without glibc, or where the user has set tunables.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        trim_threshold, mmap_max = -1, -4
-        mallopt(trim_threshold, 2**31 - 1)
-        mallopt(mmap_max, 0)
+    if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
+        return
+    environment = {**os.environ, "GLIBC_TUNABLES": KEEP_MEMORY}
+    os.execve(sys.executable, [sys.executable, "-m", "jumar", *arguments], environment)
 
 
 @dataclass
