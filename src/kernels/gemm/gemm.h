@@ -15,10 +15,10 @@
 // K is never split among threads, so results are bit-identical for every thread count. NaN and infinity propagate.
 // K = 0 gives the bias or 0.
 //
-// bf16 x bf16 at the levels AVX3_ZEN4 (VDPBF16PS) and AVX3_SPR (AMX TDPBF16PS): the CPU instruction takes subnormal
-// inputs as 0 and flushes subnormal sums to 0, rounds to nearest even whatever the rounding mode, and adds the products
-// of neighbouring k in pairs. The bound above holds but for magnitudes under 2^-126. Cap JUMAR_SIMD at AVX3 where
-// subnormals matter.
+// bf16 x bf16 uses TDPBF16PS at level AVX3_SPR (AMX) and VDPBF16PS at level AVX3_ZEN4 on CPUs other than Intel's, where
+// widening to fp32 is faster. These instructions take subnormal inputs as 0 and flush subnormal sums to 0, round to
+// nearest even whatever the rounding mode, and add the products of neighbouring k in pairs. The bound above holds but
+// for magnitudes under 2^-126. Cap JUMAR_SIMD at AVX3 where subnormals matter.
 #pragma once
 
 #include "jumar/tensor.h"

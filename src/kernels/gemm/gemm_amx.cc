@@ -12,6 +12,7 @@ namespace {
 
 constexpr int kMR = 32;
 constexpr int kNR = 32;
+constexpr int kKC = 320;                  // a panel of A and one of B share the L1 cache
 constexpr int kStep = 32;                 // k of one tile
 constexpr int64_t kABlock = kMR * kStep;  // packed elements of one step
 constexpr int64_t kRowBytes = 64;         // of an A tile
@@ -184,7 +185,7 @@ void PackB(const GemmPack& p) { PackPairs(p, kNR, kStep); }
 }  // namespace
 
 const GemmKernel* GemmKernelAmx(const GemmKernel& base) {
-  static const GemmKernel kernel = {kMR, kNR, 512, kStep, DType::kF32, 2, &PackA, &PackB, &Multiply, base.store};
+  static const GemmKernel kernel = {kMR, kNR, kKC, kStep, DType::kF32, 2, &PackA, &PackB, &Multiply, base.store};
   return &kernel;
 }
 

@@ -16,6 +16,7 @@ namespace {
 
 constexpr int64_t kTileRows = 256;
 constexpr int64_t kTileCols = 512;
+constexpr int64_t kSkew = 16;                // keeps rows of accumulators off the same cache set
 constexpr int64_t kMaxDepth = 2048;          // k of packed operands
 constexpr int64_t kMaxSideTimesK = 1 << 21;  // elements of one packed operand
 constexpr int64_t kSerialPack = 1 << 15;     // elements that are not worth a second thread
@@ -167,8 +168,8 @@ class Product {
       block.ldc = nb_;
       block.n = RoundUp(n, kernel_.nr);
     } else {
-      block.ldc = RoundUp(n, kernel_.nr);
-      block.n = block.ldc;
+      block.n = RoundUp(n, kernel_.nr);
+      block.ldc = block.n + kSkew;
       block.c = frame.AllocBytes(static_cast<size_t>(m * block.ldc * acc_bytes));
     }
     GemmPack own{};

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "kernels/gemm/gemm_kernel.h"
 #include "testing/test_util.h"
 
 namespace jumar::testing {
@@ -205,6 +206,48 @@ TEST(Gemm, AnyStrides) {
           c.CheckRedZones(target);
         }
       });
+    }
+  }
+}
+
+// Every bf16 kernel of this CPU by itself, also one that the dispatch passes over.
+TEST(Gemm, Bf16Kernels) {
+  std::vector<std::pair<const char*, const GemmKernel*>> kernels;
+  SetSimdTarget("");
+  const GemmKernel& base = ChooseGemmKernel(DType::kF32, DType::kF32);
+  if (SimdAllows("AVX3_SPR")) kernels.emplace_back("AMX", GemmKernelAmx(base));
+  if (SimdAllows("AVX3_ZEN4")) kernels.emplace_back("AVX512-BF16", GemmKernelAvx512Bf16(base));
+  for (const auto& [name, kernel] : kernels) {
+    ASSERT_NE(kernel, nullptr) << name;
+    for (const Shape& s : OddShapes()) {
+      for (int layout = 0; layout < 5; ++layout) {
+        Buffer a = layout == 4 ? Buffer(DType::kBF16, {s.m, s.k}, {2 * s.k, 2})
+                               : Matrix(DType::kBF16, s.m, s.k, (layout & 1) != 0, layout);
+        Buffer b = layout == 4 ? Buffer(DType::kBF16, {s.k, s.n}, {3, 3 * s.k})
+                               : Matrix(DType::kBF16, s.k, s.n, (layout & 2) != 0, layout);
+        a.FillRandom(static_cast<uint64_t>(s.m + 1));
+        b.FillRandom(static_cast<uint64_t>(s.n + 100));
+        const Oracle oracle = Product(a, b, nullptr);
+        for (const DType out : {DType::kF32, DType::kBF16}) {
+          Buffer c(out, {s.m, s.n}, {s.n + 3, 1});
+          const GemmOperand left{a.view().data, DType::kBF16, s.m, s.k, a.view().stride[0], a.view().stride[1]};
+          const GemmOperand right{b.view().data, DType::kBF16, s.n, s.k, b.view().stride[1], b.view().stride[0]};
+          GemmStore store{};
+          store.m = s.m;
+          store.n = s.n;
+          store.out = c.view().data;
+          store.dtype = out;
+          store.row_stride = c.view().stride[0];
+          store.col_stride = 1;
+          GemmRun(*kernel, left, right, store);
+          const std::string what = std::string(name) + " " + Text(s) + " layout " + std::to_string(layout);
+          ExpectClose(c, oracle, s.k, what);
+          c.CheckRedZones(what);
+          for (int64_t i = 0; i + 1 < s.m; ++i) {
+            ASSERT_TRUE(std::isnan(LoadAsDouble(c.view().data, out, i * (s.n + 3) + s.n))) << what;
+          }
+        }
+      }
     }
   }
 }
