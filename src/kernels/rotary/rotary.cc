@@ -21,6 +21,10 @@ constexpr int64_t kTableElements = 4096;
 constexpr int64_t kBlockElements = 65536;
 constexpr int64_t kThreadElements = 32768;
 
+// An output of this size will have left the caches before it is read, so it need not pass through them.
+constexpr int64_t kStreamBytes = int64_t{16} << 20;
+constexpr int64_t kLineBytes = 64;
+
 // Partial sums of dcos and dsin: about this many blocks, for at least so many rows each.
 constexpr int64_t kSumBlocks = 64;
 constexpr int64_t kMinSumRows = 16;
@@ -144,6 +148,8 @@ void ForEachBlock(const TensorView& x, const TensorView& cos, const TensorView& 
   const int64_t chunks = (plan.reduced.count + chunk - 1) / chunk;
   const bool kept_inside = plan.kept.SmallestStride(0) <= plan.reduced.SmallestStride(0);
   const int64_t grain = std::max<int64_t>(1, kThreadElements / (tile * chunk * dim));
+  const auto bytes = static_cast<int64_t>(SizeOf(x.dtype));
+  const bool stream = x.numel() * bytes >= kStreamBytes && width == dim && dim * bytes % kLineBytes == 0;
 
   ParallelFor(tiles * chunks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
@@ -156,6 +162,7 @@ void ForEachBlock(const TensorView& x, const TensorView& cos, const TensorView& 
       block.kept_inside = kept_inside;
       block.dim = dim;
       block.width = width;
+      block.stream = stream;
       RowOperand operands[4] = {Operand(x), Operand(out), Operand(cos), Operand(sin)};
       for (int v = 0; v < 4; ++v) {
         auto* kept = frame.Alloc<int64_t>(block.kept);

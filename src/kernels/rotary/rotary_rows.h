@@ -25,6 +25,7 @@ struct RotaryBlock {
   bool kept_inside = false;  // walk kept rows in the inner loop; else reduced rows
   int64_t dim = 0;           // elements per row
   int64_t width = 0;         // of them rotated
+  bool stream = false;       // rows that are aligned to cache lines may be written past the caches
   RotaryMode mode = RotaryMode::kHalf;
 };
 

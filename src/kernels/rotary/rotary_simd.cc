@@ -9,6 +9,7 @@
 #define HWY_TARGET_INCLUDE "kernels/rotary/rotary_simd.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
+#include "hwy/cache_control.h"
 #include "simd/float_io-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -19,6 +20,9 @@ namespace hn = hwy::HWY_NAMESPACE;
 // The two modes differ only in where the partners of a pair (a, b) lie: `half` apart, or side by side. Tables and sums
 // are kept with all first partners before all second ones, so the arithmetic is the same for both.
 
+// How far ahead of its use a row is asked for, as if rows followed each other in memory (harmless where they do not).
+constexpr size_t kAheadBytes = 2048;
+
 struct Half {
   // Partners j.. and half + j.. of the row p.
   template <class D, typename T>
@@ -26,10 +30,16 @@ struct Half {
     a = LoadWide(d, p + j);
     b = LoadWide(d, p + half + j);
   }
-  template <class D, typename T>
+  // kStream: past the caches, where the type allows it; p and half are aligned to cache lines.
+  template <bool kStream, class D, typename T>
   static HWY_INLINE void Store(D d, hn::Vec<D> a, hn::Vec<D> b, T* p, size_t half, size_t j) {
-    StoreNarrow(d, a, p + j);
-    StoreNarrow(d, b, p + half + j);
+    if constexpr (kStream && std::is_same_v<T, hn::TFromD<D>>) {
+      hn::Stream(a, d, p + j);
+      hn::Stream(b, d, p + half + j);
+    } else {
+      StoreNarrow(d, a, p + j);
+      StoreNarrow(d, b, p + half + j);
+    }
   }
   // The same for n < Lanes(d) partners; other lanes are 0.
   template <class D, typename T>
@@ -44,7 +54,8 @@ struct Half {
   }
 };
 
-struct Interleave {
+template <bool kClean>
+struct InterleaveT {
   template <class D, typename T>
   static HWY_INLINE void Load(D d, const T* p, size_t /*half*/, size_t j, hn::Vec<D>& a, hn::Vec<D>& b) {
     if constexpr (std::is_same_v<T, BF16>) {
@@ -58,10 +69,10 @@ struct Interleave {
       hn::LoadInterleaved2(d, p + 2 * j, a, b);
     }
   }
-  template <class D, typename T>
+  template <bool kStream, class D, typename T>
   static HWY_INLINE void Store(D d, hn::Vec<D> a, hn::Vec<D> b, T* p, size_t /*half*/, size_t j) {
     if constexpr (std::is_same_v<T, BF16>) {
-      StorePair(d, a, b, p + 2 * j);
+      StorePair<kStream, kClean>(d, a, b, p + 2 * j);
     } else if constexpr (std::is_same_v<T, F16>) {
       const hn::RebindToUnsigned<D> du32;
       const hn::Repartition<uint16_t, D> du16;
@@ -81,10 +92,14 @@ struct Interleave {
   template <class D, typename T>
   static HWY_INLINE void StoreN(D d, hn::Vec<D> a, hn::Vec<D> b, T* p, size_t half, size_t j, size_t n) {
     HWY_ALIGN T buffer[2 * HWY_MAX_BYTES / sizeof(hn::TFromD<D>)];
-    Store(d, a, b, buffer, half, 0);
+    Store<false>(d, a, b, buffer, half, 0);
     std::memcpy(p + 2 * j, buffer, 2 * n * sizeof(T));
   }
 };
+
+// For sums, whose NaN may be anything, and for rotated rows, whose tables are clean (CleanNaN).
+using Interleave = InterleaveT<false>;
+using InterleaveClean = InterleaveT<true>;
 
 // Four arrays (first and second partners of cos, then of sin) of `stride` elements each.
 template <typename F>
@@ -99,8 +114,14 @@ struct TableRow {
 
 template <typename F>
 size_t TableStride(int64_t width) {
-  const size_t lanes = hn::Lanes(hn::ScalableTag<F>());
-  return (static_cast<size_t>(width) / 2 + lanes - 1) / lanes * lanes;
+  const size_t pair = 2 * hn::Lanes(hn::ScalableTag<F>());
+  return (static_cast<size_t>(width) / 2 + pair - 1) / pair * pair;
+}
+
+// A NaN with the lower 16 bits clear, so that results may be rounded to bf16 without a test for NaN (RoundToBF16Bits).
+template <class D, class V>
+HWY_INLINE V CleanNaN(D d, V v) {
+  return hn::IfThenElse(hn::IsNaN(v), hn::NaN(d), v);
 }
 
 template <typename T>
@@ -124,8 +145,8 @@ void PrepareRow(const T* row, size_t half, bool negate, F* first, F* second) {
       Mode::LoadN(d, row, half, j, half - j, a, b);
     }
     // The arrays are padded to whole vectors.
-    hn::StoreU(hn::Mul(a, sign), d, first + j);
-    hn::StoreU(hn::Mul(b, sign), d, second + j);
+    hn::StoreU(CleanNaN(d, hn::Mul(a, sign)), d, first + j);
+    hn::StoreU(CleanNaN(d, hn::Mul(b, sign)), d, second + j);
   }
 }
 
@@ -163,16 +184,17 @@ HWY_INLINE void RotatePair(D d, V a, V b, const TableRow<F>& table, size_t j, V&
   y2 = hn::MulAdd(a, hn::LoadU(d, table.sin2() + j), hn::Mul(b, hn::LoadU(d, table.cos2() + j)));
 }
 
-template <class Mode, typename T, typename F>
+template <class Mode, bool kStream, typename T, typename F>
 HWY_INLINE void RotateRow(const T* x, const TableRow<F>& table, size_t half, T* out) {
   const hn::ScalableTag<F> d;
   const size_t lanes = hn::Lanes(d);
   auto a = hn::Zero(d), b = hn::Zero(d), y1 = hn::Zero(d), y2 = hn::Zero(d);
   size_t j = 0;
   for (; j + lanes <= half; j += lanes) {
+    hwy::Prefetch(x + 2 * j + kAheadBytes / sizeof(T));
     Mode::Load(d, x, half, j, a, b);
     RotatePair(d, a, b, table, j, y1, y2);
-    Mode::Store(d, y1, y2, out, half, j);
+    Mode::template Store<kStream>(d, y1, y2, out, half, j);
   }
   if (j == half) return;
   if (half >= lanes) {
@@ -180,12 +202,56 @@ HWY_INLINE void RotateRow(const T* x, const TableRow<F>& table, size_t half, T* 
     j = half - lanes;
     Mode::Load(d, x, half, j, a, b);
     RotatePair(d, a, b, table, j, y1, y2);
-    Mode::Store(d, y1, y2, out, half, j);
+    Mode::template Store<false>(d, y1, y2, out, half, j);
   } else {
     Mode::LoadN(d, x, half, j, half - j, a, b);
     RotatePair(d, a, b, table, j, y1, y2);
     Mode::StoreN(d, y1, y2, out, half, j, half - j);
   }
+}
+
+// bf16 in half mode, two vectors of each partner at a time: widening and narrowing even and odd elements apart costs
+// half as much. Block b covers 2 * Lanes partners from j = min(b * 2 * Lanes, half - 2 * Lanes); its part of each table
+// array is in the order of LoadPair. Needs half >= 2 * Lanes.
+void PackTable(float* array, size_t half) {
+  const hn::ScalableTag<float> d;
+  const size_t lanes = hn::Lanes(d);
+  const size_t blocks = (half + 2 * lanes - 1) / (2 * lanes);
+  auto even = hn::Zero(d), odd = hn::Zero(d);
+  // The last block first: it may start within the one before, whose own part it leaves alone.
+  for (size_t b = blocks; b-- > 0;) {
+    const size_t slot = b * 2 * lanes;
+    hn::LoadInterleaved2(d, array + (slot + 2 * lanes <= half ? slot : half - 2 * lanes), even, odd);
+    hn::StoreU(even, d, array + slot);
+    hn::StoreU(odd, d, array + slot + lanes);
+  }
+}
+
+template <bool kStream>
+HWY_INLINE void RotatePackedRow(const BF16* x, const TableRow<float>& table, size_t half, BF16* out) {
+  const hn::ScalableTag<float> d;
+  const size_t lanes = hn::Lanes(d);
+  auto a0 = hn::Zero(d), a1 = hn::Zero(d), b0 = hn::Zero(d), b1 = hn::Zero(d);
+  auto y0 = hn::Zero(d), y1 = hn::Zero(d), z0 = hn::Zero(d), z1 = hn::Zero(d);
+  for (size_t slot = 0; slot < half; slot += 2 * lanes) {
+    const size_t j = slot + 2 * lanes <= half ? slot : half - 2 * lanes;
+    hwy::Prefetch(x + j + kAheadBytes / sizeof(BF16));
+    hwy::Prefetch(x + half + j + kAheadBytes / sizeof(BF16));
+    LoadPair(d, x + j, a0, a1);
+    LoadPair(d, x + half + j, b0, b1);
+    RotatePair(d, a0, b0, table, slot, y0, z0);
+    RotatePair(d, a1, b1, table, slot + lanes, y1, z1);
+    StorePair<kStream, true>(d, y0, y1, out + j);
+    StorePair<kStream, true>(d, z0, z1, out + half + j);
+  }
+}
+
+template <class Mode, bool kStream, typename T, typename F>
+HWY_INLINE void RotateOne(const T* x, const TableRow<F>& table, bool packed, size_t half, T* out) {
+  if constexpr (std::is_same_v<T, BF16> && std::is_same_v<Mode, Half>) {
+    if (packed) return RotatePackedRow<kStream>(x, table, half, out);
+  }
+  RotateRow<Mode, kStream>(x, table, half, out);
 }
 
 template <class Mode, typename T>
@@ -202,17 +268,29 @@ void RotateBlock(const RotaryBlock& block, bool transpose, const RowOperand& x, 
   // exchanged and negated.
   PrepareAnyTable<Mode>(block, sin, transpose, transpose ? first.sin2() : first.sin1(),
                         transpose ? first.sin1() : first.sin2(), row_stride);
+  const auto half = static_cast<size_t>(block.width / 2);
+  bool packed = false;
+  if constexpr (std::is_same_v<T, BF16> && std::is_same_v<Mode, Half>) {
+    packed = half >= 2 * hn::Lanes(hn::ScalableTag<float>());
+    for (int64_t k = 0; packed && k < 4 * block.kept; ++k) PackTable(tables + k * static_cast<int64_t>(stride), half);
+  }
 
   T* x_buffer = x.step == 1 ? nullptr : frame.Alloc<T>(block.dim);
   T* out_buffer = out.step == 1 ? nullptr : frame.Alloc<T>(block.dim);
-  const auto half = static_cast<size_t>(block.width / 2);
   const auto rest = static_cast<size_t>(block.dim - block.width) * sizeof(T);
   const auto one = [&](int64_t k, int64_t r) HWY_ATTR {
     const T* from =
         GatherRow(static_cast<const T*>(x.data) + x.kept_offset[k] + x.reduced_offset[r], x.step, block.dim, x_buffer);
     T* row = static_cast<T*>(out.data) + out.kept_offset[k] + out.reduced_offset[r];
     T* to = out.step == 1 ? row : out_buffer;
-    RotateRow<Mode>(from, TableRow<F>{tables + k * row_stride, stride}, half, to);
+    const TableRow<F> table{tables + k * row_stride, stride};
+    // Halves of rows must be whole cache lines too.
+    const bool stream = block.stream && (reinterpret_cast<uintptr_t>(to) | half * sizeof(T)) % 64 == 0;
+    if (stream) {
+      RotateOne<Mode, true>(from, table, packed, half, to);
+    } else {
+      RotateOne<Mode, false>(from, table, packed, half, to);
+    }
     if (rest > 0) std::memcpy(to + block.width, from + block.width, rest);
     if (out.step != 1) {
       for (int64_t i = 0; i < block.dim; ++i) row[i * out.step] = to[i];
@@ -227,6 +305,7 @@ void RotateBlock(const RotaryBlock& block, bool transpose, const RowOperand& x, 
       for (int64_t r = 0; r < block.reduced; ++r) one(k, r);
     }
   }
+  if (block.stream) hwy::FlushStream();
 }
 
 // cos1 += g1 x1, cos2 += g2 x2, sin1 -= g1 x2, sin2 += g2 x1.
@@ -296,7 +375,7 @@ void StoreSums(const F* first, const F* second, size_t half, int64_t parts, int6
       b = hn::Add(b, hn::LoadU(d, second + p * part_stride + j));
     }
     if (j + lanes <= half) {
-      Mode::Store(d, a, b, dense, half, j);
+      Mode::template Store<false>(d, a, b, dense, half, j);
     } else {
       Mode::StoreN(d, a, b, dense, half, j, half - j);
     }
@@ -352,7 +431,8 @@ void ForModeAndType(RotaryMode mode, DType dtype, const F& f) {
 void Rotate(const RotaryBlock& block, bool transpose, const RowOperand& x, const RowOperand& cos, const RowOperand& sin,
             const RowOperand& out) {
   ForModeAndType(block.mode, x.dtype, [&](auto mode, auto type) {
-    RotateBlock<decltype(mode), decltype(type)>(block, transpose, x, cos, sin, out);
+    using Mode = std::conditional_t<std::is_same_v<decltype(mode), Half>, Half, InterleaveClean>;
+    RotateBlock<Mode, decltype(type)>(block, transpose, x, cos, sin, out);
   });
 }
 

@@ -1,6 +1,7 @@
 #include "kernels/rotary/rotary.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 
 #include "kernels/rotary/rotary_ref.h"
@@ -204,6 +205,46 @@ TEST(Rotary, RanksAndManyRows) {
     }
     CheckAll(DType::kBF16, DType::kF32, RotaryMode::kHalf, {1, 1100, 128}, {1, 1, 128}, {}, {}, {}, {}, "one table");
     CheckAll(DType::kF32, DType::kBF16, RotaryMode::kInterleave, {300, 2, 128}, {300, 1, 128}, {}, {}, {}, {}, "many");
+  });
+}
+
+// Large outputs are streamed where rows are aligned: the same bits as row by row.
+TEST(Rotary, StreamedOutputs) {
+  ForEachSimdTarget([](const std::string& target) {
+    if (target == "AVX3_SPR" || target == "AVX3_ZEN4") return;  // same code as AVX3
+    for (const RotaryMode mode : kModes) {
+      for (const DType dtype : FloatDTypes()) {
+        const int64_t dim = 128, rows = (int64_t{16} << 20) / (dim * static_cast<int64_t>(SizeOf(dtype)));
+        Buffer x(dtype, {rows, dim}), cos(TableOf(dtype), {1, dim}), sin(TableOf(dtype), {1, dim}),
+            some(dtype, {97, dim});
+        some.FillRandom(1);
+        cos.FillRandom(2);
+        sin.FillRandom(3);
+        const size_t row_bytes = dim * SizeOf(dtype);
+        for (int64_t r = 0; r < rows; ++r) {
+          std::memcpy(x.view().ptr<char>() + static_cast<size_t>(r) * row_bytes,
+                      some.view().ptr<char>() + static_cast<size_t>(r % 97) * row_bytes, row_bytes);
+        }
+        // An output that is aligned to cache lines, with guards of a line each.
+        std::vector<char> memory(static_cast<size_t>(rows) * row_bytes + 192, 0x5A);
+        const size_t shift = 64 + (64 - reinterpret_cast<uintptr_t>(memory.data()) % 64) % 64;
+        TensorView out = x.view();
+        out.data = memory.data() + shift;
+        RotaryMul(x.view(), cos.view(), sin.view(), mode, out);
+        const Buffer few(dtype, {97, dim});
+        RotaryMul(some.view(), cos.view(), sin.view(), mode, few.view());
+        for (int64_t r = 0; r < rows; ++r) {
+          ASSERT_EQ(std::memcmp(out.ptr<char>() + static_cast<size_t>(r) * row_bytes,
+                                few.view().ptr<char>() + static_cast<size_t>(r % 97) * row_bytes, row_bytes),
+                    0)
+              << Name(dtype) << " row " << r;
+        }
+        for (size_t i = 0; i < memory.size(); ++i) {
+          if (i == shift) i += static_cast<size_t>(rows) * row_bytes;
+          ASSERT_EQ(memory[i], 0x5A) << "outside the output";
+        }
+      }
+    }
   });
 }
 

@@ -17,6 +17,9 @@ namespace jumar {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+// How far ahead of its use memory is asked for: the exponential keeps the CPU from looking that far by itself.
+constexpr size_t kAheadBytes = 1024;
+
 // Calls body(load, store) over [0, n) two vectors at a time: load(p, a, b) reads at p + i, store(a, b, p) writes at
 // p + i. The first `head` elements and the rest at the end go through buffers.
 template <typename T, bool kStream, class D, class Body>
@@ -43,8 +46,12 @@ HWY_INLINE void ForEachPair(D d, int64_t n, int64_t head, const Body& body) {
     partial(0, i);
   }
   for (; i + step <= n; i += step) {
-    body([&](const T* p, V& a, V& b) HWY_ATTR { LoadPair(d, p + i, a, b); },
-         [&](V a, V b, T* p) HWY_ATTR { StorePair<kStream, true>(d, a, b, p + i); });
+    body(
+        [&](const T* p, V& a, V& b) HWY_ATTR {
+          hwy::Prefetch(p + i + kAheadBytes / sizeof(T));
+          LoadPair(d, p + i, a, b);
+        },
+        [&](V a, V b, T* p) HWY_ATTR { StorePair<kStream, true>(d, a, b, p + i); });
   }
   if (i < n) partial(i, n - i);
 }
