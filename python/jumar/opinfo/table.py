@@ -184,7 +184,7 @@ _TABLE = (
         name="swiglu_gate_up",
         formula="y = silu(gate) · up",
         shapes="gate, up [..] -> [..]",
-        doc="docs/ops/npu_swiglu.md",
+        doc="docs/ops/swiglu_gate_up.md",
         backward=("swiglu_gate_up_backward",),
         outputs=("y",),
         differentiable=("y",),
