@@ -239,6 +239,20 @@ def test_attention_refuses_what_it_cannot_honour():
         inner(x, x, x, attention_masks=None)
 
 
+def test_attention_in_bf16_without_instructions_for_it(monkeypatch):
+    from jumar.compat import attention
+
+    mask = model_spec("qwen3", "tiny").model.build().get_attention_masks(_packed())
+    inner = titan_attention.FlexAttention.Config().build()
+    values = [torch.randn(2, 8, 4, 16).bfloat16() for _ in range(3)]
+    exact = inner(*(t.double() for t in values), attention_masks=mask)
+    monkeypatch.setattr(attention, "WIDEN", True)
+    out = inner(*values, attention_masks=mask)
+    assert out.dtype == torch.bfloat16 and out.shape == exact.shape
+    # One rounding.
+    assert ((out.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+
+
 def test_packed_documents_equal_separate_ones():
     """A document's logits do not depend on what it is packed with; eager and fused alike."""
     for names in ([], NAMES):

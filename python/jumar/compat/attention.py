@@ -9,12 +9,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torchtitan.models.common.attention import FlexAttention
 
 _DENSE = "_jumar_dense"
+
+
+def _slow_bfloat16() -> bool:
+    """Without bf16 instructions torch's attention multiplies bf16 matrices ten times slower than fp32 ones."""
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
+        return True
+    return torch.cpu._is_avx512_supported() and not torch.cpu._is_avx512_bf16_supported()
+
+
+WIDEN = _slow_bfloat16()
 
 
 def dense_mask(block_mask: BlockMask) -> Tensor:
@@ -45,6 +56,8 @@ def create_dense_block_mask(
 class SdpaFlexAttention(FlexAttention):
     """Inner attention of a language model on a CPU; [B, L, N, H] in and out.
 
+    bf16 is computed in fp32, and rounded once at the end, on CPUs that have no bf16 instructions.
+
     Raises:
         NotImplementedError: a score modification, or an epilogue that needs the log-sum-exp, is asked for.
     """
@@ -69,9 +82,12 @@ class SdpaFlexAttention(FlexAttention):
         if not isinstance(attention_masks, BlockMask):
             raise TypeError(f"attention_masks must be a BlockMask, got {type(attention_masks).__name__}")
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        dtype = q.dtype
+        if WIDEN and dtype == torch.bfloat16:
+            q, k, v = q.float(), k.float(), v.float()
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=dense_mask(attention_masks), scale=scale, enable_gqa=enable_gqa
         )
-        return out.transpose(1, 2)
+        return out.to(dtype).transpose(1, 2)
 
 
