@@ -123,25 +123,22 @@ void Multiply(const GemmBlock& block) {
   }
 }
 
-// 16 rows of one step, k by k in memory: out[row][32 k]. Pairs are formed from two k, then transposed in blocks.
-void RowsFromColumns(const uint16_t* src, int64_t k_stride, int64_t rows, int64_t kc, uint16_t* out) {
-  const auto mask = static_cast<__mmask16>(FirstLanes(std::min<int64_t>(rows, 16)));
-  for (int64_t k = 0; k < kStep; k += 8) {
-    __m512i r[4];
-    for (int i = 0; i < 4; ++i) {
-      const int64_t at = k + 2 * i;
-      const uint16_t* k0 = src + at * k_stride;
-      r[i] = PairsOf(_mm256_maskz_loadu_epi16(at < kc ? mask : 0, k0),
-                     _mm256_maskz_loadu_epi16(at + 1 < kc ? mask : 0, k0 + k_stride));
-    }
-    Transpose4x4(r);
-    for (int i = 0; i < 4; ++i) {
-      uint16_t* row = out + i * kStep + k;
-      _mm_store_si128(reinterpret_cast<__m128i*>(row), _mm512_castsi512_si128(r[i]));
-      _mm_store_si128(reinterpret_cast<__m128i*>(row + 4 * kStep), _mm512_extracti32x4_epi32(r[i], 1));
-      _mm_store_si128(reinterpret_cast<__m128i*>(row + 8 * kStep), _mm512_extracti32x4_epi32(r[i], 2));
-      _mm_store_si128(reinterpret_cast<__m128i*>(row + 12 * kStep), _mm512_extracti32x4_epi32(r[i], 3));
-    }
+// 16 rows by 8 k of a step, rows adjacent in memory: pairs are formed from two k, then transposed in blocks.
+void RowsFromColumns(const uint16_t* src, int64_t k_stride, __mmask16 rows, int64_t kc, uint16_t* out) {
+  __m512i r[4];
+  for (int i = 0; i < 4; ++i) {
+    const uint16_t* k0 = src + 2 * i * k_stride;
+    r[i] = PairsOf(_mm256_maskz_loadu_epi16(2 * i < kc ? rows : 0, k0),
+                   _mm256_maskz_loadu_epi16(2 * i + 1 < kc ? rows : 0, k0 + k_stride));
+  }
+  Transpose4x4(r);
+  for (int i = 0; i < 4; ++i) {
+    auto* row = reinterpret_cast<__m128i*>(out + i * kStep);
+    constexpr int64_t kFourRows = 4 * kStep / 8;
+    _mm_store_si128(row, _mm512_castsi512_si128(r[i]));
+    _mm_store_si128(row + kFourRows, _mm512_extracti32x4_epi32(r[i], 1));
+    _mm_store_si128(row + 2 * kFourRows, _mm512_extracti32x4_epi32(r[i], 2));
+    _mm_store_si128(row + 3 * kFourRows, _mm512_extracti32x4_epi32(r[i], 3));
   }
 }
 
@@ -152,16 +149,19 @@ void PackA(const GemmPack& p) {
   uint16_t* out = static_cast<uint16_t*>(p.out);
   const int64_t steps = (p.kc + kStep - 1) / kStep;
   const int64_t readable = x.rows - p.row;
-  for (int64_t first = 0; first < p.rows; first += kMR, out += p.panel) {
-    if (x.row_stride == 1) {
-      for (int64_t s = 0; s < steps; ++s) {
-        for (int64_t g = 0; g < kMR; g += 16) {
-          RowsFromColumns(src + s * kStep * x.k_stride + first + g, x.k_stride, readable - first - g, p.kc - s * kStep,
-                          out + s * kABlock + g * kStep);
-        }
+  if (x.row_stride == 1) {
+    // k outermost: memory is read in runs across all panels.
+    for (int64_t k = 0; k < steps * kStep; k += 8) {
+      const uint16_t* from = src + k * x.k_stride;
+      for (int64_t first = 0; first < p.rows; first += 16) {
+        const auto rows = static_cast<__mmask16>(FirstLanes(std::min<int64_t>(readable - first, 16)));
+        RowsFromColumns(from + first, x.k_stride, rows, p.kc - k,
+                        out + first / kMR * p.panel + k / kStep * kABlock + first % kMR * kStep + k % kStep);
       }
-      continue;
     }
+    return;
+  }
+  for (int64_t first = 0; first < p.rows; first += kMR, out += p.panel) {
     for (int64_t r = 0; r < kMR; ++r) {
       const bool inside = first + r < readable;
       const uint16_t* row = src + (first + r) * x.row_stride;

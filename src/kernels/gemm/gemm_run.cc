@@ -16,11 +16,11 @@ namespace {
 
 constexpr int64_t kTileRows = 256;
 constexpr int64_t kTileCols = 512;
-constexpr int64_t kSkew = 16;                // keeps rows of accumulators off the same cache set
-constexpr int64_t kMaxDepth = 2048;          // k of packed operands
-constexpr int64_t kMaxSideTimesK = 1 << 21;  // elements of one packed operand
-constexpr int64_t kSerialPack = 1 << 15;     // elements that are not worth a second thread
-constexpr int64_t kSerialProduct = 1 << 17;  // multiply-adds, likewise
+constexpr int64_t kSkew = 16;                  // keeps rows of accumulators off the same cache set
+constexpr int64_t kMaxDepth = 2048;            // the run of K that is packed at a time
+constexpr int64_t kMaxOperandBytes = 8 << 20;  // of one packed operand
+constexpr int64_t kSerialPack = 1 << 15;       // elements that are not worth a second thread
+constexpr int64_t kSerialProduct = 1 << 17;    // multiply-adds, likewise
 
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
@@ -47,7 +47,7 @@ class Product {
     kc_ = RoundUp(CeilDiv(a.k, CeilDiv(a.k, kernel.kc)), kernel.k_step);
     k_blocks_ = CeilDiv(a.k, kc_);
     depth_blocks_ = std::min(k_blocks_, std::max<int64_t>(1, kMaxDepth / kc_));
-    const int64_t side = std::max<int64_t>(1024, kMaxSideTimesK / (depth_blocks_ * kc_));
+    const int64_t side = std::max<int64_t>(1024, kMaxOperandBytes / (depth_blocks_ * kc_ * kernel.packed_bytes));
     mb_ = Balanced(store.m, side, kernel.mr);
     nb_ = Balanced(store.n, side, kernel.nr);
     mc_ = Balanced(mb_, kTileRows, kernel.mr);
