@@ -66,7 +66,7 @@ HWY_INLINE V CoarseExpNeg(D d, V x) {
   const V z = hn::NegMulAdd(y, hn::Set(d, 1.44269504f), magic);
   const V n = hn::Sub(z, magic);
   const V t = hn::MulAdd(n, hn::Set(d, 0.693147181f), y);
-  V p = hn::Undefined(d);
+  V p = hn::Zero(d);
   if constexpr (kDegree == 5) {
     p = hn::MulAdd(t, hn::Set(d, -0.00695334435f), hn::Set(d, 0.0418756896f));
     p = hn::MulAdd(p, t, hn::Set(d, -0.166876972f));
