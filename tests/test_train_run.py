@@ -262,7 +262,7 @@ def _torchrun(job: Path, *overrides: str, processes: int = 2) -> dict:
     script = job.parent / "run.py"
     script.write_text(code)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--master_port=0"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
     done = subprocess.run(
         [*command, str(script), str(job), *overrides],
         env=environment, capture_output=True, text=True, timeout=300, cwd=job.parent,
