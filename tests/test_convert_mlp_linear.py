@@ -225,3 +225,41 @@ def test_hooked_activation_is_left_alone():
 
 def test_other_children_of_an_mlp_are_not_mentioned():
     assert not jumar.convert(nn.Sequential(nn.Linear(2, 2), nn.SiLU()), ["npu_swiglu"]).sites
+
+
+class _Clamped(nn.Module):
+    """A SwiGLU with a limit: like the plain one for small values only."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(8, 16, bias=False), nn.Linear(8, 16, bias=False)
+        self.down_proj, self.where = nn.Linear(16, 8, bias=False), where
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.where == "inputs":
+            gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        product = nn.functional.silu(gate) * up
+        return self.down_proj(product.clamp(-100, 100) if self.where == "product" else product)
+
+
+@pytest.mark.parametrize("where", ["inputs", "product"])
+def test_a_clamp_is_a_near_miss(where):
+    report = jumar.convert(nn.Sequential(_Clamped(where)), ["npu_swiglu"])
+    assert not report.replaced
+    assert "large values" in report.skipped[0].reason
+    assert jumar.convert(nn.Sequential(_Clamped("nowhere")), ["npu_swiglu"]).replaced
+
+
+def test_a_norm_that_clamps_is_a_near_miss():
+    class Norm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+        def forward(self, x):
+            x = x.clamp(-50, 50)
+            return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+
+    report = jumar.convert(nn.Sequential(Norm()), ["npu_rms_norm"])
+    assert not report.replaced and report.skipped

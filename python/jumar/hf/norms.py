@@ -63,13 +63,14 @@ def recognise(module: nn.Module) -> Verdict:
 
 
 def _inputs(width: int, eps: float) -> list[torch.Tensor]:
-    """Signed rows, a constant row, a zero row; and rows so small that epsilon decides."""
+    """Signed rows, a constant row, a zero row; rows so small that epsilon decides, and rows that a clamp would cut."""
     x = probe.randn(4, width, seed=1) * 2
     x[1] = 1.75
+    scales = [1.0, 40.0, 1e4]
     if eps > 0:
         x[2] = 0
-        return [x, x * eps**0.5]
-    return [x]
+        scales.append(eps**0.5)
+    return [x * scale for scale in scales]
 
 
 def _kind(module: nn.Module, width: int, epsilons: list[str], gated: bool) -> tuple[str, str]:
