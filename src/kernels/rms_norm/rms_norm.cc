@@ -65,6 +65,18 @@ void FillRstdOfEmptyRows(const TensorView& rstd) {
   }
 }
 
+// The operand beside x, a summand or a gate, where there is one; `second` must outlive `args`.
+template <typename Operands, typename Rows>
+void SetSecondInput(const Operands& t, int inner, ScratchFrame& frame, RowMap* second, Rows* args) {
+  if (t.add != nullptr) {
+    *second = InputRows(*t.add, inner, frame);
+    args->add = second;
+  } else if (t.gate != nullptr) {
+    *second = InputRows(*t.gate, inner, frame);
+    args->gate = second;
+  }
+}
+
 struct ForwardOperands {
   const TensorView* x;
   const TensorView* gamma;
@@ -88,13 +100,7 @@ void RunForward(const ForwardOperands& t, double epsilon, double offset) {
   args.epsilon = epsilon;
   args.rstd = t.rstd->data;
   RowMap second;
-  if (t.add != nullptr) {
-    second = InputRows(*t.add, inner, frame);
-    args.add = &second;
-  } else if (t.gate != nullptr) {
-    second = InputRows(*t.gate, inner, frame);
-    args.gate = &second;
-  }
+  SetSecondInput(t, inner, frame, &second, &args);
   const OutputRows sum(t.sum != nullptr ? *t.sum : *t.y, inner, frame);
   if (t.sum != nullptr) args.sum = &sum.rows();
   ParallelFor(x.rows, GrainRows(x.cols), [&](int64_t begin, int64_t end) { RmsForward(args, begin, end); });
@@ -142,13 +148,7 @@ void RunBackward(const BackwardOperands& t, double offset) {
     args.rstd = RstdArray(*t.rstd, frame);
     args.dx = &dx.rows();
     RowMap second;
-    if (t.add != nullptr) {
-      second = InputRows(*t.add, inner, frame);
-      args.add = &second;
-    } else if (t.gate != nullptr) {
-      second = InputRows(*t.gate, inner, frame);
-      args.gate = &second;
-    }
+    SetSecondInput(t, inner, frame, &second, &args);
     const OutputRows dgate(t.dgate != nullptr ? *t.dgate : *t.dx, inner, frame);
     if (t.dgate != nullptr) args.dgate = &dgate.rows();
     ParallelChunks(chunks, [&](int64_t c) {
