@@ -10,20 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import jumar
+from convert_modules import Mlp
 from jumar.convert import plan
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
-
-
-class Mlp(nn.Module):
-    def __init__(self, act=F.silu):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(8, 12), nn.Linear(8, 12, bias=False)
-        self.down_proj = nn.Linear(12, 8)
-        self.act = act
-
-    def forward(self, x):
-        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
 
 
 # ---- linear ----
