@@ -207,7 +207,7 @@ def test_keys_go_somewhere():
 
     own = {
         "training": {"dataset", "dataset_path", "seed", "deterministic", "loss_chunks"},
-        "checkpoint": {"export_hf", "export_folder"},
+        "checkpoint": {"export_hf", "export_folder", "resume"},
     }
     for section, target in {
         "training": TrainingConfig,

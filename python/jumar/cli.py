@@ -340,7 +340,9 @@ def train(
         raise UserError(f"training needs more packages: {error}") from error
 
     with _user_errors(train_module.JobError):
-        train_module.run(config_file, _overrides(context.args), json=json)
+        result = train_module.run(config_file, _overrides(context.args), json=json)
+    if result and result.get("exit_status"):
+        raise typer.Exit(result["exit_status"])
 
 
 def _overrides(arguments: list[str]) -> list[str]:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jumar.titan import lora
+
 #: The name under which torchtitan sees all of this package's overrides when it looks for conflicts.
 FAMILY = "jumar.titan"
 
@@ -28,16 +30,17 @@ class Converter:
 
     def fused(self, config: Any) -> bool:
         """True for a node that this converter has converted."""
-        return type(config) in self.replacements.values()
+        return issubclass(type(config)._owner or object, tuple(new._owner for new in self.replacements.values()))
 
     def obstacle(self, config: Any) -> str | None:
         """Why a node of the target's kind stays as it is; None when it can be converted.
 
-        Only exact classes are known to compute what the operator computes: a subclass may add terms.
+        Only exact classes are known to compute what the operator computes: a subclass may add terms. Low-rank adapters
+        and frozen parameters, as torchtitan's LoRA converter adds them, are known too.
         """
         if self.fused(config):
             return "already converted"
-        if type(config) not in self.replacements:
+        if lora.base(type(config)) not in self.replacements:
             owner = type(config)._owner
             return f"{owner.__qualname__ if owner else type(config).__qualname__} computes more than {self.operator}"
         if getattr(config, "elementwise_affine", True) is False:
@@ -51,7 +54,9 @@ class Converter:
         were exchanged for a copy would take nodes inside it, claimed by another converter, out of the tree.
         """
         if self.obstacle(config) is None:
-            config.__class__ = self.replacements[type(config)]
+            plain = lora.base(type(config))
+            fused = self.replacements[plain]
+            config.__class__ = fused if plain is type(config) else lora.on_fused(type(config), fused)
         return config
 
 

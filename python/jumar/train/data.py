@@ -69,24 +69,24 @@ def _text(line: str, where: str) -> str:
     return text
 
 
-def load(job: Job, ranks: int) -> Texts | None:
-    """The job's documents; None when it names one of torchtitan's own datasets.
+def load(job: Job, ranks: int, section: str = "training") -> Texts | None:
+    """The job's documents, of training or validation; None when it names one of torchtitan's own datasets.
 
     Raises:
         JobError: an unknown dataset; a path that is missing or empty; fewer documents than data-parallel ranks.
     """
-    training = job["training"]
-    if training["dataset"] != "jsonl":
+    dataset = job[section]["dataset"]
+    if dataset != "jsonl":
         from torchtitan.hf_datasets.text_datasets import DATASETS
 
         known = ["jsonl", *(name for name in DATASETS if not name.startswith("jsonl:"))]
-        if training["dataset"] not in known:
-            hint = nearest(training["dataset"], known)
-            raise JobError(f"training.dataset = {training['dataset']!r} is unknown{hint} (known: {', '.join(known)})")
+        if dataset not in known:
+            hint = nearest(dataset, known)
+            raise JobError(f"{section}.dataset = {dataset!r} is unknown{hint} (known: {', '.join(known)})")
         return None
-    path = job.path("training.dataset_path")
+    path = job.path(f"{section}.dataset_path")
     if path is None:
-        raise JobError("training.dataset_path is missing: a folder of JSON-lines files")
+        raise JobError(f"{section}.dataset_path is missing: a folder of JSON-lines files")
     texts = read(path)
     if len(texts.documents) < ranks:
         raise JobError(

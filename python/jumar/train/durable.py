@@ -296,6 +296,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def set_aside(path: Path, why: str) -> Path:
+    """Renames ``step-8`` to ``step-8.<why>``, which is never resumed from nor counted; replaces an earlier one."""
+    place = path.with_name(f"{path.name}.{why}")
+    shutil.rmtree(place, ignore_errors=True)
+    os.rename(path, place)
+    return place
+
+
 def sweep_temporaries(root: Path) -> list[Path]:
     """Removes what killed runs left in ``root``; call it with the lock held. Returns what was removed.
 

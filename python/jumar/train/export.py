@@ -125,6 +125,18 @@ def gather(parts: list[nn.Module], dtype: torch.dtype, pipelined: bool) -> dict[
     return weights if first else None
 
 
+def merge_adapters(
+    weights: dict[str, Tensor], scaling: float, model: Any, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """Whole fp32 weights of ``model`` (a configuration) with low-rank adapters added to their layers, in ``dtype``."""
+    from jumar.titan import lora
+
+    attention = model.layers[0].attention
+    head_dim = getattr(attention, "head_dim", None) or model.dim // attention.n_heads
+    added = lora.merged(weights, scaling, head_dim)
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in added.items()}
+
+
 def write(
     folder: Path,
     weights: dict[str, Tensor],

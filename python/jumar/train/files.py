@@ -17,6 +17,21 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
+def replace_file(file: Path, text: str) -> None:
+    """Writes a text file that is the old one or the new one, never a part."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    place = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    try:
+        with place.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(place, file)
+    except BaseException:
+        place.unlink(missing_ok=True)
+        raise
+
+
 @contextlib.contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
     """Gives an empty folder beside ``folder`` to write to, and puts it in its place when the body ends well.

@@ -26,7 +26,41 @@ def model_spec(job: Job) -> Any:
         raise JobError(
             f"model.flavor = {flavor!r} is unknown for {name}{nearest(flavor, known)} (known: {', '.join(known)})"
         )
-    return models.model_spec(name, flavor)
+    spec = models.model_spec(name, flavor)
+    if job["lora"]["enable"]:
+        _lora(job, spec)
+    return spec
+
+
+def stamp(job: Job, texts: Any) -> dict[str, Any]:
+    """What a checkpoint says about its job: what a resumed run must share, and what it should."""
+    training = job["training"]
+    return {
+        "model": f"{job['model']['name']} {job['model']['flavor']}",
+        "lora": {k: job["lora"][k] for k in ("rank", "alpha", "target_modules")} if job["lora"]["enable"] else None,
+        "training.dataset": texts.digest if texts is not None else training["dataset"],
+        **{
+            f"training.{k}": training[k]
+            for k in ("seed", "seq_len", "local_batch_size", "global_batch_size", "dtype", "mixed_precision_param")
+        },
+        "optimizer": job["optimizer"],
+    }
+
+
+def _lora(job: Job, spec: Any) -> None:
+    """Puts torchtitan's adapters into a model's configuration."""
+    from jumar.titan import lora
+
+    section = job["lora"]
+    known = lora.targets(spec.model)
+    wanted = known if section["target_modules"] == [lora.ALL] else section["target_modules"]
+    for name in wanted:
+        if name not in known:
+            hint = nearest(name, [*known, lora.ALL])
+            raise JobError(f"lora.target_modules: no layer is called {name!r}{hint} (known: {', '.join(known)}, {lora.ALL})")
+    if not wanted:
+        raise JobError("lora.target_modules is empty: nothing would be trained")
+    spec.model = lora.convert(spec.model, section["rank"], section["alpha"], wanted)
 
 
 def _shared(section: dict[str, Any], target: type, **changed: Any) -> Any:
@@ -49,7 +83,16 @@ def _activation_checkpoint(section: dict[str, Any]) -> Any:
     return None if target is None else _shared(section, target)
 
 
-def trainer_config(job: Job, spec: Any, dataset: str, tokenizer: Path, converters: list[str]) -> Any:
+def trainer_config(
+    job: Job,
+    spec: Any,
+    dataset: str,
+    tokenizer: Path,
+    converters: list[str],
+    *,
+    validation: str = "",
+    stamp: dict[str, Any] | None = None,
+) -> Any:
     """The configuration of torchtitan's Trainer.
 
     Args:
@@ -58,11 +101,12 @@ def trainer_config(job: Job, spec: Any, dataset: str, tokenizer: Path, converter
         dataset: name under which the data is registered with torchtitan.
         tokenizer: folder of the tokenizer.
         converters: plain names, each an override of :mod:`jumar.titan`.
+        validation: name of the data of evaluation, where there is one.
+        stamp: see :func:`stamp`.
 
     Raises:
         JobError: torchtitan refuses a combination of values; the text is torchtitan's.
     """
-    from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
     from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
     from torchtitan.config.configs import (
@@ -74,9 +118,11 @@ def trainer_config(job: Job, spec: Any, dataset: str, tokenizer: Path, converter
     )
     from torchtitan.config.override import OverrideConfig
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-    from torchtitan.trainer import Trainer
 
+    from jumar.train.checkpoints import DurableCheckpoints
+    from jumar.train.evaluation import JobValidator
     from jumar.train.metrics import JobMetrics
+    from jumar.train.trainer import JobTrainer
 
     training, optimizer, parallelism = job["training"], job["optimizer"], job["parallelism"]
     adam = default_adamw(
@@ -92,10 +138,10 @@ def trainer_config(job: Job, spec: Any, dataset: str, tokenizer: Path, converter
         loss = ChunkedLossWrapper.Config(loss_fn=loss, num_chunks=training["loss_chunks"])
     balancer = parallelism["context_parallel_load_balancer"]
     dump = job.dump_folder
-    metrics, checkpoint = job["metrics"], job["checkpoint"]
+    metrics, checkpoint, held_out = job["metrics"], job["checkpoint"], job["validation"]
     initial = job.path("checkpoint.initial_load_path")
     try:
-        return Trainer.Config(
+        return JobTrainer.Config(
             model_spec=spec,
             hf_assets_path=str(tokenizer),
             dump_folder=str(dump),
@@ -104,6 +150,17 @@ def trainer_config(job: Job, spec: Any, dataset: str, tokenizer: Path, converter
                 JobMetrics.Config,
                 jsonl=str(dump / metrics["jsonl_file"]) if metrics["jsonl_file"] else None,
                 steps=training["steps"],
+                validation_freq=held_out["freq"] if validation else 0,
+            ),
+            validator=JobValidator.Config(
+                enable=bool(validation),
+                freq=held_out["freq"],
+                steps=held_out["steps"] or -1,
+                last_step=training["steps"],
+                dataloader=HuggingFaceTextDataLoader.Config(
+                    dataset=validation,
+                    dataset_path=None if validation.startswith("jsonl:") else held_out["dataset_path"],
+                ),
             ),
             dataloader=HuggingFaceTextDataLoader.Config(
                 dataset=dataset,
@@ -119,7 +176,8 @@ def trainer_config(job: Job, spec: Any, dataset: str, tokenizer: Path, converter
             ),
             checkpoint=_shared(
                 checkpoint,
-                CheckpointManager.Config,
+                DurableCheckpoints.Config,
+                stamp=stamp or {},
                 initial_load_path=str(initial) if initial else None,
                 # torchtitan warns when it is set without a path.
                 initial_load_model_only=bool(initial) and checkpoint["initial_load_model_only"],

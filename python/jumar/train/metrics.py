@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import statistics
 import sys
 import time
@@ -13,6 +15,8 @@ from typing import Any
 import torch
 
 from jumar import compat
+from jumar.train import durable
+from jumar.train.files import replace_file
 from jumar.train.text import duration
 
 compat.apply()
@@ -27,13 +31,14 @@ class JobMetrics(MetricsProcessor):
     """torchtitan's metrics, with records and a progress line of its own.
 
     Attributes:
-        records: what was written, in order; on the rank that knows the loss, empty on others.
+        records: what this run wrote, in order; on the rank that knows the loss, empty on others.
+        earlier: the records of the steps before, when the run was resumed.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
         jsonl: str | None = None
-        """File of records, one JSON object a logged step; appended to when training resumes."""
+        """File of records, one JSON object a logged step; a resumed run goes on after the step it resumes from."""
 
         steps: int = 0
         """Steps of the whole job, for the time that is left."""
@@ -44,6 +49,9 @@ class JobMetrics(MetricsProcessor):
         progress: bool = True
         """Whether to print the progress line."""
 
+        validation_freq: int = 0
+        """Steps between evaluations, which are logged whatever ``log_freq``; 0: none."""
+
     def __init__(self, config: Config, **kwargs: Any):
         super().__init__(config, **kwargs)
         rank = _get_metrics_rank(
@@ -51,11 +59,27 @@ class JobMetrics(MetricsProcessor):
         )
         self.speaks = torch.distributed.get_rank() == rank
         self.records: list[dict[str, Any]] = []
+        self.earlier: list[dict[str, Any]] = []
+        self._pending: dict[str, Any] | None = None
         self._file = None
         self._last_step = 0
-        if self.speaks and config.jsonl:
-            Path(config.jsonl).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(config.jsonl, "a", encoding="utf-8")
+
+    def resume(self, step: int) -> None:
+        """Opens the file of records and drops those after ``step``: a killed run was ahead of its last checkpoint."""
+        self._last_step = step
+        if not self.speaks or not self.config.jsonl:
+            return
+        file = Path(self.config.jsonl)
+        self.earlier = [record for record in read(file) if record["step"] <= step]
+        lines = "".join(json.dumps(record) + "\n" for record in self.earlier)
+        with durable.clear_errors(file, "metrics"):
+            replace_file(file, lines)
+            self._file = open(file, "a", encoding="utf-8")
+
+    def should_log(self, step: int) -> bool:
+        """Every ``log_freq`` steps, the first, the last, and those that are evaluated."""
+        freq = self.config.validation_freq
+        return super().should_log(step) or step == self.config.steps or bool(freq and step % freq == 0)
 
     def log(
         self,
@@ -71,10 +95,9 @@ class JobMetrics(MetricsProcessor):
         tokens = self.ntokens_since_last_log * dims.dp_replicate * dims.dp_shard
         extra = extra_metrics or {}
         rates = [value for name, value in extra.items() if name.startswith("lr/")]
-        # A resumed run starts in the middle.
-        steps = step - self._last_step if self._last_step else 1
+        steps = max(1, step - self._last_step)
         self._last_step = step
-        record = {
+        self._pending = {
             "step": step,
             "loss": global_avg_loss,
             "max_loss": global_max_loss,
@@ -85,22 +108,40 @@ class JobMetrics(MetricsProcessor):
             "tokens_seen": extra.get("n_tokens_seen"),
         }
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
-        if not self.speaks:
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Called by the validator: the loss goes into the record of the step."""
+        super().log_validation(loss, step, extra_metrics)
+        if self._pending is not None:
+            self._pending["validation_loss"] = loss
+
+    def commit(self) -> None:
+        """Writes the record of a step, and the progress line."""
+        record, self._pending = self._pending, None
+        if record is None or not self.speaks:
             return
         self.records.append(record)
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
-            self._file.flush()
+            with durable.clear_errors(Path(self.config.jsonl), "metrics"):
+                self._file.write(json.dumps(record) + "\n")
+                self._file.flush()
         if self.config.progress:
             self._progress(record)
+
+    def sync(self) -> None:
+        """Waits until the records are on the disk."""
+        if self._file is not None:
+            with durable.clear_errors(Path(self.config.jsonl), "metrics"):
+                os.fsync(self._file.fileno())
 
     def _progress(self, record: dict[str, Any]) -> None:
         # The first step carries set-up (and compilation), so it says little about the next ones.
         times = [r["seconds_per_step"] for r in self.records[1:]][-_WINDOW:] or [record["seconds_per_step"]]
         left = statistics.median(times) * (self.config.steps - record["step"])
         width = len(str(self.config.steps))
+        held_out = f"val loss {record['validation_loss']:.4f}  " if "validation_loss" in record else ""
         line = (
-            f"{self.config.label}step {record['step']:{width}}/{self.config.steps}  loss {record['loss']:.4f}  "
+            f"{self.config.label}step {record['step']:{width}}/{self.config.steps}  loss {record['loss']:.4f}  {held_out}"
             f"grad norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  "
             f"left {duration(left)}"
         )
@@ -115,5 +156,20 @@ class JobMetrics(MetricsProcessor):
         """Closes the records."""
         super().close()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # a full disk was reported where it was found
+                self._file.close()
             self._file = None
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The records of a file, one a step, in the order of steps; a line that a kill cut short is left out."""
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    found: dict[int, dict[str, Any]] = {}
+    for line in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            found[int(record["step"])] = record
+    return [found[step] for step in sorted(found)]

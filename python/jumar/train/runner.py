@@ -21,9 +21,10 @@ from rich.console import Console
 import jumar
 from jumar import compat
 from jumar.convert.errors import ConverterError
-from jumar.train import data, export, mapping, plot, summary, tokenizer
+from jumar.train import data, durable, export, mapping, plot, rng, summary, tokenizer
 from jumar.train.errors import JobError
 from jumar.train.job import Job, load
+from jumar.train.signals import stop_on_signals
 
 
 @dataclass
@@ -37,6 +38,7 @@ class Prepared:
     tokenizer: Path
     vocab: int
     hf_config: dict[str, Any] | None
+    held_out: data.Texts | None = None
 
 
 def ranks() -> tuple[int, int]:
@@ -79,6 +81,7 @@ def prepare(config_file: str, overrides: list[str]) -> Prepared:
         raise JobError(f"model.converters: {error}") from error
     _, world = ranks()
     texts = data.load(job, _data_ranks(job, world))
+    held_out = data.load(job, _data_ranks(job, world), "validation") if job["validation"]["enable"] else None
     vocab_size = spec.model.vocab_size
     assets = job.path("model.hf_assets_path")
     if assets is None:
@@ -99,7 +102,7 @@ def prepare(config_file: str, overrides: list[str]) -> Prepared:
             f"training.seq_len = {job['training']['seq_len']} is more than the model's {spec.model.max_seq_len}"
         )
     config = export.hf_config(job["model"]["name"], spec.model, assets)
-    return Prepared(job, spec, report, texts, folder, size, config)
+    return Prepared(job, spec, report, texts, folder, size, config, held_out)
 
 
 @contextlib.contextmanager
@@ -118,6 +121,11 @@ def _process(world: int) -> Iterator[None]:
             "MASTER_PORT": str(port),
         }
         os.environ.update(added)
+    talk = logging.getLogger("jumar.train")
+    if not talk.handlers:
+        talk.addHandler(handler := logging.StreamHandler())
+        handler.setFormatter(logging.Formatter("jumar train: %(message)s"))
+    talk.setLevel(logging.INFO)
     root = logging.getLogger()
     level, collecting = root.level, gc.isenabled()
     threaded = torch.autograd.is_multithreading_enabled()
@@ -125,7 +133,7 @@ def _process(world: int) -> Iterator[None]:
     for name in ("torch.distributed", "torchtitan"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), rng.untouched():
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -139,16 +147,27 @@ def _process(world: int) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
+@contextlib.contextmanager
+def _alone(job: Job) -> Iterator[None]:
+    """One run at a time in a dump folder, and a full disk is an error of the job."""
+    with contextlib.ExitStack() as stack:
+        if ranks()[0] == 0:
+            stack.enter_context(durable.RunLock(job.dump_folder))
+        stack.enter_context(durable.clear_errors(job.dump_folder, "output"))
+        yield
+
+
 def run(config_file: str, overrides: list[str], *, json: bool = False) -> dict[str, Any]:
     """See :func:`jumar.train.run`."""
-    prepared = prepare(config_file, overrides)
     console = Console(stderr=json, highlight=False)
     if not console.is_terminal:
         console.width = 160
     rank, world = ranks()
-    if rank == 0:
-        introduce(prepared, world, console)
-    result = train(prepared)
+    with _alone(load(config_file, overrides)):
+        prepared = prepare(config_file, overrides)
+        if rank == 0:
+            introduce(prepared, world, console)
+        result = _run(prepared)
     if rank == 0:
         if json:
             print(json_module.dumps(result, indent=2))
@@ -161,28 +180,42 @@ def train(prepared: Prepared, *, label: str = "") -> dict[str, Any]:
     """Trains a prepared job and returns its document; prints the progress line alone.
 
     Raises:
-        JobError: torchtitan refuses the job when it builds it.
+        JobError: torchtitan refuses the job when it builds it; another run works in its dump folder; the disk is full.
         RuntimeError: a planned converter is absent from what was built, or its operator never ran.
     """
+    with _alone(prepared.job):
+        return _run(prepared, label)
+
+
+def _run(prepared: Prepared, label: str = "") -> dict[str, Any]:
     job = prepared.job
-    rank, world = ranks()
-    if prepared.texts is not None:
-        dataset = data.register(prepared.texts)
-    else:
-        dataset = job["training"]["dataset"]
+    _, world = ranks()
+
+    def dataset(texts: data.Texts | None, section: str) -> str:
+        return data.register(texts) if texts is not None else job[section]["dataset"]
+
+    from jumar.train import checkpoints
+
+    if not job["checkpoint"]["enable"]:
+        checkpoints.refuse_leftovers(job.dump_folder / job["checkpoint"]["folder"])
     converters = [name for name in prepared.report.requested if name not in prepared.report.unmatched]
-    config = mapping.trainer_config(job, prepared.spec, dataset, prepared.tokenizer, converters)
+    config = mapping.trainer_config(
+        job,
+        prepared.spec,
+        dataset(prepared.texts, "training"),
+        prepared.tokenizer,
+        converters,
+        validation=dataset(prepared.held_out, "validation") if job["validation"]["enable"] else "",
+        stamp=mapping.stamp(job, prepared.texts),
+    )
     config.metrics.label = label
-    job.dump_folder.mkdir(parents=True, exist_ok=True)
-    jsonl = config.metrics.jsonl
-    if rank == 0 and jsonl and not job["checkpoint"]["enable"]:
-        Path(jsonl).unlink(missing_ok=True)
-    with _process(world):
+    with _process(world), stop_on_signals() as stop:
         try:
             trainer = config.build()
         except (ValueError, AssertionError, NotImplementedError) as error:
             raise JobError(f"{job.file.name}: {error}") from error
         try:
+            trainer.stop = stop
             return _train(trainer, prepared, world)
         finally:
             trainer.close()
@@ -203,7 +236,9 @@ def _train(trainer: Any, prepared: Prepared, world: int) -> dict[str, Any]:
     modules = _sum(modules, world, parts)
     calls = _sum(jumar.call_counts(), world, world)
     operators = summary.rows(report, modules, calls)
-    records = _records(trainer.metrics_processor.records, world)
+    interrupted = trainer.stop.signal if trainer.step < job["training"]["steps"] else None
+    earlier, records = (_records(r, world) for r in (trainer.metrics_processor.earlier, trainer.metrics_processor.records))
+    resumed_from = getattr(trainer.checkpointer, "resumed_from", None)
     if records:
         _verify(operators)
     result: dict[str, Any] = {
@@ -212,6 +247,9 @@ def _train(trainer: Any, prepared: Prepared, world: int) -> dict[str, Any]:
         "parameters": sum(p.numel() for part in trainer.model_parts for p in part.parameters()),
         "processes": world,
         "steps": trainer.step,
+        "interrupted": interrupted,
+        "exit_status": trainer.stop.exit_status if interrupted else 0,
+        "resumed_from": str(resumed_from) if resumed_from else None,
         "losses": [record["loss"] for record in records],
         "records": records,
         "tokens_per_second": _speed(records),
@@ -225,13 +263,18 @@ def _train(trainer: Any, prepared: Prepared, world: int) -> dict[str, Any]:
         "checkpoint_folder": (
             str(job.dump_folder / job["checkpoint"]["folder"]) if job["checkpoint"]["enable"] else None
         ),
-        "hf_folder": _export(trainer, prepared),
+        "hf_folder": None if interrupted else _export(trainer, prepared),
         "plot": None,
     }
+    records = earlier + records
     if records and job["metrics"]["plot_file"] and torch.distributed.get_rank() == 0:
         file = job.dump_folder / job["metrics"]["plot_file"]
         points = [(record["step"], record["loss"]) for record in records]
-        plot.draw(file, {"loss": points}, f"{result['model']}: loss")
+        curves = {"loss": points}
+        held_out = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+        if held_out:
+            curves["validation loss"] = held_out
+        plot.draw(file, curves, f"{result['model']}: loss")
         result["plot"] = str(file)
     return result
 
@@ -279,7 +322,13 @@ def _export(trainer: Any, prepared: Prepared) -> str | None:
     if not checkpoint["export_hf"] or prepared.hf_config is None or adapter_class is None:
         return None
     dtype = getattr(torch, checkpoint["export_dtype"])
-    weights = export.gather(trainer.model_parts, dtype, trainer.parallel_dims.pp_enabled)
+    adapters = prepared.job["lora"]
+    gathered = torch.float32 if adapters["enable"] else dtype
+    weights = export.gather(trainer.model_parts, gathered, trainer.parallel_dims.pp_enabled)
+    if weights is not None and adapters["enable"]:
+        weights = export.merge_adapters(
+            weights, adapters["alpha"] / adapters["rank"], trainer.model_config, dtype
+        )
     folder = prepared.job.dump_folder / checkpoint["export_folder"]
     if weights is not None:
         adapter = adapter_class(trainer.model_config, None)
@@ -312,6 +361,12 @@ def conclude(result: dict[str, Any], console: Console) -> None:
         return
     if result["operators"]:
         console.print(summary.table(result["operators"]))
+    if result["interrupted"]:
+        if result["checkpoint_folder"]:
+            way = f"checkpoint: {result['checkpoint_folder']}/step-{result['steps']}; the same command goes on from it"
+        else:
+            way = "nothing is kept to go on from: checkpoint.enable is false"
+        console.print(f"{result['interrupted']}: ended after step {result['steps']}. {way}", soft_wrap=True)
     if result["losses"]:
         console.print(
             f"loss {result['losses'][0]:.4f} -> {result['losses'][-1]:.4f} in {result['steps']} steps, "

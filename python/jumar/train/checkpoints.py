@@ -1,0 +1,282 @@
+"""torchtitan's checkpoints, made to survive kills, full disks and damage.
+
+torchtitan and torch.distributed.checkpoint write and read the states. Here: where they are written (a temporary name, then
+:func:`jumar.train.durable.seal`), which one is resumed from, what is kept, and what is said when something is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+
+from jumar import compat
+from jumar.train import durable
+from jumar.train.errors import JobError
+from jumar.train.rng import RngState
+
+compat.apply()
+
+from torchtitan.components.checkpointer.base import MODEL  # noqa: E402
+from torchtitan.components.checkpointer.dcp import CheckpointManager  # noqa: E402
+
+log = logging.getLogger("jumar.train")
+
+RNG = "rng"
+STAMP = "job.json"
+# Differences in these cannot be resumed over; any other one is said.
+_FIRM = ("model", "lora")
+
+
+def _everywhere(value: Any) -> Any:
+    """The first rank's value, on every rank."""
+    if dist.get_world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+class DurableCheckpoints(CheckpointManager):
+    """torchtitan's manager; each checkpoint is whole or absent.
+
+    Attributes:
+        stopping: True makes the next call of ``save`` write a checkpoint whatever the step.
+        resumed_from: the folder that was loaded, or None.
+        before_save: called before anything is written.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        stamp: dict[str, Any] = field(default_factory=dict)
+        """What the job is, written beside the states and compared when they are loaded."""
+
+        resume: str = "auto"
+        """"auto": from the newest; "must": there has to be one; "never": there must be none."""
+
+    def __init__(self, config: Config, **kwargs: Any):
+        self.stopping = False
+        self.resumed_from: Path | None = None
+        self.before_save = lambda: None
+        self._place: Path | None = None
+        self._source: Path | None = None
+        self.stamp, self.resume = config.stamp, config.resume
+        # Old checkpoints go by a rename, after the new one is sealed; torchtitan's thread removes file by file.
+        super().__init__(replace(config, keep_latest_k=0), **kwargs)
+        self.rng = RngState(dist.get_rank())
+        if not self.enable:
+            return
+        self.keep = config.keep_latest_k
+        self.first = dist.get_rank() == 0
+        self.states[RNG] = self.rng
+        self._pid = _everywhere(os.getpid())
+
+    # Saving.
+
+    def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
+        return super()._should_save(curr_step, last_step) or (self.stopping and not self.load_only)
+
+    def _create_checkpoint_id(self, step: int, folder: str = "") -> str:
+        return str(self._place) if self._place else super()._create_checkpoint_id(step, folder)
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        if not self._should_save(curr_step, last_step):
+            return False
+        self.maybe_wait_for_saving()
+        self.before_save()
+        path = Path(self.folder) / f"step-{curr_step}"
+        place = path.with_name(f".{path.name}.tmp-{self._pid}")
+        stamp = {**self.stamp, "step": curr_step, "model_only": last_step and self.last_save_model_only}
+        try:
+            with durable.clear_errors(path):
+                if self.first:
+                    shutil.rmtree(place, ignore_errors=True)
+                    place.mkdir(parents=True)
+                    (place / STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
+                if dist.get_world_size() > 1:
+                    dist.barrier()
+                self._place = place
+                super()._save(curr_step, last_step)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        finally:
+            self._place = None
+        if self.save_future is not None:
+            self.save_future = self._sealed_later(self.save_future, place, path)
+            return True
+        error = None
+        if self.first:
+            try:
+                self._seal(place, path)
+            except JobError as caught:
+                error = str(caught)
+        error = _everywhere(error)
+        if error:
+            raise durable.DiskFull(error)
+        return True
+
+    def _seal(self, place: Path, path: Path) -> None:
+        durable.seal(place, path)
+        durable.keep_latest(path.parent, self.keep)
+
+    def _sealed_later(self, written: Future, place: Path, path: Path) -> Future:
+        """A future of the sealed checkpoint; sealing runs in the thread that wrote it."""
+        sealed: Future = Future()
+
+        def finish(written: Future) -> None:
+            try:
+                with durable.clear_errors(path):
+                    written.result()
+                    if self.first:
+                        self._seal(place, path)
+            except BaseException as error:
+                shutil.rmtree(place, ignore_errors=True)
+                sealed.set_exception(error)
+            else:
+                sealed.set_result(None)
+
+        written.add_done_callback(finish)
+        return sealed
+
+    def raise_failed(self) -> None:
+        """Raises what went wrong in the background, if it is known by now."""
+        if self.enable and self.save_future is not None and self.save_future.done():
+            self.maybe_wait_for_saving()
+
+    def _wait_for_saving(self) -> None:
+        future, self.save_future = self.save_future, None
+        future.result()
+
+    def _close(self) -> None:
+        future, self.save_future = getattr(self, "save_future", None), None
+        if future is not None:
+            future.exception()
+        super()._close()
+
+    # Loading.
+
+    def _load(self, step: int = -1) -> bool:
+        chosen: Path | None = None
+        error: JobError | None = None
+        if self.first:
+            try:
+                chosen = self._choose(step)
+            except JobError as caught:
+                error = caught
+        chosen, error = _everywhere((chosen, error))
+        if error is not None:
+            raise error
+        self.resumed_from = chosen
+        self._source = chosen or (Path(self.initial_load_path) if self.initial_load_path else None)
+        self._chosen = -1 if chosen is None else int(chosen.name.removeprefix("step-"))
+        try:
+            return super()._load(-1)
+        except (OSError, RuntimeError, ValueError, AssertionError) as caught:
+            raise JobError(f"checkpoint {self._source} cannot be loaded: {caught}") from caught
+
+    def _find_load_step(self, folder: str = "") -> int:
+        return self._chosen
+
+    def _choose(self, step: int) -> Path | None:
+        """The checkpoint to resume from, checked; None to start anew. Runs on the first rank."""
+        root = Path(self.folder)
+        durable.sweep_temporaries(root)
+        if not self.load_only:
+            self._aside_weights_only(root)
+        found = durable.numbered(root)
+        if found and self.resume == "never":
+            raise JobError(
+                f"{root} holds checkpoints up to step {max(found)}, and checkpoint.resume is never; "
+                "remove them or give another job.dump_folder"
+            )
+        if step == -1:
+            chosen = durable.newest_good(root)
+        elif step in found:
+            durable.check_folder(found[step])
+            chosen = found[step]
+        else:
+            known = ", ".join(map(str, found)) or "none"
+            raise JobError(f"checkpoint.load_step = {step}: no such checkpoint in {root} (there: {known})")
+        if chosen is None:
+            if self.resume == "must":
+                raise JobError(f"checkpoint.resume is must, and {root} holds no checkpoint")
+            if self.initial_load_path and (Path(self.initial_load_path) / durable.MANIFEST).is_file():
+                durable.check_folder(Path(self.initial_load_path))
+            return None
+        self._compare(chosen)
+        if not self.load_only:
+            for number, path in found.items():
+                if number > int(chosen.name.removeprefix("step-")):
+                    why = "replaced" if step != -1 else "damaged"
+                    log.warning("%s is kept aside as %s", path, durable.set_aside(path, why).name)
+        log.info("resuming from %s", chosen)
+        return chosen
+
+    def _aside_weights_only(self, root: Path) -> None:
+        """A last checkpoint without optimizer cannot be resumed from; an earlier one with it can."""
+        for path in durable.numbered(root).values():
+            if self._stamp(path).get("model_only"):
+                place = durable.set_aside(path, "weights")
+                log.warning("%s holds the weights only and cannot be resumed from; kept aside as %s", path, place.name)
+
+    @staticmethod
+    def _stamp(path: Path) -> dict[str, Any]:
+        try:
+            return json.loads((path / STAMP).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    def _compare(self, path: Path) -> None:
+        """Compares a checkpoint's job with this one."""
+        old = self._stamp(path)
+        for name, value in self.stamp.items():
+            if name not in old or old[name] == value:
+                continue
+            if name in _FIRM:
+                raise JobError(
+                    f"checkpoint {path} was written with {name} = {old[name]}, the job has {value}; "
+                    "give another job.dump_folder, or take only its weights by checkpoint.initial_load_path"
+                )
+            log.warning(
+                "%s was written with %s = %s, the job has %s: losses will not be those of an unbroken run",
+                path, name, old[name], value,
+            )
+
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        states = super()._states_to_load(model_only)
+        if self._source is None or not (self._source / ".metadata").is_file():
+            return _without_adapters(states) if model_only else states
+        names = FileSystemReader(self._source).read_metadata().state_dict_metadata
+        if RNG in states and not any(name.startswith(f"{RNG}.{self.rng.key}.") for name in names):
+            log.warning("%s holds no state of random numbers for rank %d", self._source, dist.get_rank())
+            states = {name: state for name, state in states.items() if name != RNG}
+        if model_only and not any(".lora_" in name for name in names):
+            states = _without_adapters(states)
+        return states
+
+
+def _without_adapters(states: dict[str, Any]) -> dict[str, Any]:
+    """States that a checkpoint of the base model has."""
+    return {name: state for name, state in states.items() if ".lora_a." not in name and ".lora_b." not in name}
+
+
+def refuse_leftovers(root: Path) -> None:
+    """For a job without checkpoints: JobError when the folder holds those of an earlier run."""
+    found = durable.numbered(root)
+    if found:
+        raise JobError(
+            f"{root} holds checkpoints up to step {max(found)} of an earlier run, and checkpoint.enable is false; "
+            "enable it to go on from there, or give another job.dump_folder"
+        )
+
+
+__all__ = ["MODEL", "DurableCheckpoints", "refuse_leftovers"]
