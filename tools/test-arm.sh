@@ -10,6 +10,7 @@ need() { [[ -e $2 ]] || missing+=("$1"); }
 need g++-aarch64-linux-gnu /usr/bin/aarch64-linux-gnu-g++
 need qemu-user /usr/bin/qemu-aarch64
 need libhwy-dev:arm64 /usr/lib/aarch64-linux-gnu/libhwy.so
+need libgomp1:arm64 /usr/lib/aarch64-linux-gnu/libgomp.so.1
 need googletest /usr/src/googletest/CMakeLists.txt
 need cmake /usr/bin/cmake
 need ninja-build /usr/bin/ninja
