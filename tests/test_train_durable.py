@@ -98,9 +98,12 @@ def test_leftovers_are_swept(tmp_path):
     half.mkdir()
     (half / "a.bin").write_text("half")
     (tmp_path / ".step-4.old-77").mkdir()
+    (tmp_path / ".step-3.gone-9").mkdir()
+    (tmp_path / ".metrics.jsonl.tmp-5").write_text("half")
     other = tmp_path / ".cache"
     other.mkdir()
-    assert {p.name for p in durable.sweep_temporaries(tmp_path)} == {".step-5.tmp-123", ".step-4.old-77"}
+    swept = {p.name for p in durable.sweep_temporaries(tmp_path)}
+    assert swept == {".step-5.tmp-123", ".step-4.old-77", ".step-3.gone-9", ".metrics.jsonl.tmp-5"}
     assert sorted(tmp_path.iterdir()) == [other, path]
     # Killed between the two renames of a replacement: the old one comes back.
     path.rename(tmp_path / ".step-4.old-77")

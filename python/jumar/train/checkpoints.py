@@ -6,17 +6,19 @@ torchtitan and torch.distributed.checkpoint write and read the states. Here: whe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from jumar import compat
 from jumar.train import durable
@@ -43,6 +45,23 @@ def _everywhere(value: Any) -> Any:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _first(error: BaseException) -> BaseException:
+    """The error of one rank, where torch.distributed.checkpoint collected those of all."""
+    failures = getattr(error, "failures", None)
+    return next(iter(failures.values()))[0] if failures else error
+
+
+@contextlib.contextmanager
+def _clear_errors(path: Path) -> Iterator[None]:
+    with durable.clear_errors(path):
+        try:
+            yield
+        except CheckpointException as error:
+            if durable.disk_full(error):
+                raise
+            raise RuntimeError(f"checkpoint {path} could not be written: {_first(error)}") from error
 
 
 class DurableCheckpoints(CheckpointManager):
@@ -96,7 +115,7 @@ class DurableCheckpoints(CheckpointManager):
         place = path.with_name(f".{path.name}.tmp-{self._pid}")
         stamp = {**self.stamp, "step": curr_step, "model_only": last_step and self.last_save_model_only}
         try:
-            with durable.clear_errors(path):
+            with _clear_errors(path):
                 if self.first:
                     shutil.rmtree(place, ignore_errors=True)
                     place.mkdir(parents=True)
@@ -134,7 +153,7 @@ class DurableCheckpoints(CheckpointManager):
 
         def finish(written: Future) -> None:
             try:
-                with durable.clear_errors(path):
+                with _clear_errors(path):
                     written.result()
                     if self.first:
                         self._seal(place, path)
@@ -180,8 +199,8 @@ class DurableCheckpoints(CheckpointManager):
         self._chosen = -1 if chosen is None else int(chosen.name.removeprefix("step-"))
         try:
             return super()._load(-1)
-        except (OSError, RuntimeError, ValueError, AssertionError) as caught:
-            raise JobError(f"checkpoint {self._source} cannot be loaded: {caught}") from caught
+        except (OSError, RuntimeError, ValueError, AssertionError, CheckpointException) as caught:
+            raise JobError(f"checkpoint {self._source} cannot be loaded: {_first(caught)}") from caught
 
     def _find_load_step(self, folder: str = "") -> int:
         return self._chosen

@@ -26,7 +26,8 @@ log = logging.getLogger("jumar.train")
 
 MANIFEST = "manifest.json"
 LOCK = ".lock"
-_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old)-(?P<pid>\d+)")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<kind>tmp|old|gone)-(?P<pid>\d+)")
+_RUST = re.compile(rf"\(os error ({errno.ENOSPC}|{errno.EFBIG}|{errno.EDQUOT})\)")
 _FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT)
 
 
@@ -105,7 +106,7 @@ def clear_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
     """Turns a full disk, found anywhere in the chain of an exception, into :class:`DiskFull` naming ``path``."""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
         cause = disk_full(error)
         if cause is None or isinstance(error, DiskFull):
             raise
@@ -123,6 +124,9 @@ def disk_full(error: BaseException | None) -> OSError | None:
         seen.add(id(error))
         if isinstance(error, OSError) and error.errno in _FULL:
             return error
+        # safetensors, written in Rust, has the number in its text only.
+        if match := _RUST.search(str(error)):
+            return OSError(int(match[1]), os.strerror(int(match[1])))
         waiting += [error.__cause__, error.__context__]
         # torch.distributed.checkpoint collects the failures of its ranks.
         failures = getattr(error, "failures", None)
@@ -167,18 +171,10 @@ def write_manifest(folder: Path) -> None:
     sync(folder)
 
 
-def seal(written: Path, path: Path) -> Path:
-    """Makes a folder that somebody else wrote a checkpoint: manifest, sync, rename from ``written`` to ``path``.
-
-    What is at ``path`` is replaced. On an error ``written`` is removed and ``path`` stays as it was.
-
-    Raises:
-        DiskFull: the manifest does not fit.
-    """
+def swap(written: Path, path: Path) -> None:
+    """Renames a folder to ``path``; what was there goes. On an error ``written`` goes, and ``path`` stays as it was."""
     old = path.with_name(f".{path.name}.old-{os.getpid()}")
     try:
-        with clear_errors(path):
-            write_manifest(written)
         if path.exists():
             os.rename(path, old)
         os.rename(written, path)
@@ -189,6 +185,23 @@ def seal(written: Path, path: Path) -> Path:
             os.rename(old, path)
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def seal(written: Path, path: Path) -> Path:
+    """Makes a folder that somebody else wrote a checkpoint: manifest, sync, rename from ``written`` to ``path``.
+
+    What is at ``path`` is replaced. On an error ``written`` is removed and ``path`` stays as it was.
+
+    Raises:
+        DiskFull: the manifest does not fit.
+    """
+    try:
+        with clear_errors(path):
+            write_manifest(written)
+    except BaseException:
+        shutil.rmtree(written, ignore_errors=True)
+        raise
+    swap(written, path)
     return path
 
 
@@ -290,10 +303,10 @@ def keep_latest(root: Path, count: int, pattern: str = r"step-(\d+)") -> list[Pa
 
 def remove(path: Path) -> None:
     """Removes a checkpoint, by way of a temporary name."""
-    old = path.with_name(f".{path.name}.old-{os.getpid()}")
-    shutil.rmtree(old, ignore_errors=True)
-    os.rename(path, old)
-    shutil.rmtree(old, ignore_errors=True)
+    gone = path.with_name(f".{path.name}.gone-{os.getpid()}")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(path, gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def set_aside(path: Path, why: str) -> Path:
@@ -312,20 +325,15 @@ def sweep_temporaries(root: Path) -> list[Path]:
     removed = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         match = _TEMPORARY.fullmatch(path.name)
-        if not match or not path.is_dir():
+        if not match:
             continue
         place = path.with_name(match["name"])
-        if match["kind"] == "old" and not place.exists() and _whole(path):
+        if match["kind"] == "old" and not place.exists():
             os.rename(path, place)
-        else:
+            continue
+        if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
-            removed.append(path)
+        else:
+            path.unlink()
+        removed.append(path)
     return removed
-
-
-def _whole(path: Path) -> bool:
-    try:
-        check_folder(path)
-    except DamagedCheckpoint:
-        return False
-    return True

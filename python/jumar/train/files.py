@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+from jumar.train import durable
 
 
 def replace_file(file: Path, text: str) -> None:
     """Writes a text file that is the old one or the new one, never a part."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    place = file.with_name(f".{file.name}.{os.getpid()}.tmp")
+    place = durable.temporary(file)
     try:
         with place.open("w", encoding="utf-8") as stream:
             stream.write(text)
@@ -40,20 +34,15 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     part of it. When the body fails, ``folder`` stays as it was.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    place = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    place = durable.temporary(folder)
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     try:
         yield place
         for path in sorted(place.rglob("*")):
-            _sync(path)
-        _sync(place)
-        old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-        if folder.exists():
-            os.rename(folder, old)
-        os.rename(place, folder)
-        _sync(folder.parent)
-        shutil.rmtree(old, ignore_errors=True)
+            durable.sync(path)
+        durable.sync(place)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
+    durable.swap(place, folder)

@@ -153,6 +153,7 @@ def _alone(job: Job) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if ranks()[0] == 0:
             stack.enter_context(durable.RunLock(job.dump_folder))
+            durable.sweep_temporaries(job.dump_folder)
         stack.enter_context(durable.clear_errors(job.dump_folder, "output"))
         yield
 

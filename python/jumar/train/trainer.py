@@ -41,11 +41,11 @@ class JobTrainer(Trainer):
         self.checkpointer.before_save = self.metrics_processor.sync
 
     def batch_generator(self, data_iterable: Iterable) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        """torchtitan's, begun after a checkpoint was loaded and before the first step."""
+        """torchtitan's. It is called when a checkpoint was loaded and no step begun: all goes on from there."""
         self.metrics_processor.resume(self.step)
-        batches = iter(data_iterable)
+        batches = iter(data_iterable)  # draws a random number
         self.checkpointer.rng.apply()
-        yield from super().batch_generator(batches)
+        return super().batch_generator(batches)
 
     def forward_backward_step(self, *, global_valid_tokens: Tensor, **kwargs: Any) -> Tensor:
         """torchtitan's; a batch whose every label is ignored has loss 0, not 0 / 0."""
