@@ -1,0 +1,304 @@
+"""What a call of an operator must move and compute, from the shapes and dtypes of its arguments.
+
+The one place for these formulas: ``jumar bench`` counts the calls that it times, ``jumar profile`` the calls of a trace.
+``bytes`` is the traffic that cannot be avoided: every argument read once, every result written once. ``flops`` counts the
+multiplications and additions of matrix products (a multiply-add is two); what is bound by memory alone has none. A call
+that no formula knows, or whose dtype is unknown, has no cost: blank rather than wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: Namespaces that hold jumar's operators, under the same names and schemas.
+FUSED = ("jumar", "npu")
+
+
+@dataclass(frozen=True)
+class Arg:
+    """A tensor as an argument: shape, dtype (None when unknown) and, where known, strides."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def item(self) -> int:
+        """Bytes an element. Unknown: LookupError, which leaves the call without a cost."""
+        if self.dtype is None:
+            raise LookupError("dtype")
+        return self.dtype.itemsize
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the elements that differ in memory: what is expanded (stride 0) is there once."""
+        shape = self.shape
+        if self.strides is not None and len(self.strides) == len(shape):
+            shape = tuple(n for n, stride in zip(shape, self.strides, strict=True) if stride or n == 0)
+        return math.prod(shape) * self.item
+
+    @property
+    def dense(self) -> int:
+        """Bytes of a contiguous tensor of this shape and dtype."""
+        return self.numel * self.item
+
+
+@dataclass(frozen=True)
+class Cost:
+    """``flops`` None: bound by memory. ``dtype``: that of the arithmetic, whose peak is the limit."""
+
+    bytes: float | None
+    flops: float | None = None
+    dtype: torch.dtype | None = None
+
+    def __add__(self, other: Cost) -> Cost:
+        """Both calls. A part that one of them does not know is unknown; flops count where there are any."""
+        moved = None if self.bytes is None or other.bytes is None else self.bytes + other.bytes
+        flops = None if self.flops is None and other.flops is None else (self.flops or 0.0) + (other.flops or 0.0)
+        return Cost(moved, flops, self.dtype or other.dtype)
+
+    def seconds(self, copy_gbs: float, gflops: float) -> tuple[float, str] | None:
+        """(the least time, what sets it: ``bytes`` or ``flops``) on a machine with these limits; None when unknown."""
+        times = []
+        if self.bytes is not None and copy_gbs > 0:
+            times.append((self.bytes / copy_gbs * 1e-9, "bytes"))
+        if self.flops is not None:
+            if gflops <= 0:
+                return None
+            times.append((self.flops / gflops * 1e-9, "flops"))
+        return max(times, default=None)
+
+
+Formula = Callable[..., Cost]
+
+
+def _statistic(x: Arg, gamma: Arg) -> float:
+    """Bytes of rstd: fp32 (fp64 for fp64), one for each row."""
+    rows = x.numel // max(1, gamma.numel)
+    return rows * max(4, x.item)
+
+
+def _weight_gradient(x: Arg, gamma: Arg) -> float:
+    return gamma.numel * max(4, x.item)
+
+
+def _rms_norm(x: Arg, gamma: Arg, *_: Any) -> Cost:
+    return Cost(x.bytes + x.dense + gamma.bytes + _statistic(x, gamma))
+
+
+def _rms_norm_backward(dy: Arg, x: Arg, gamma: Arg, rstd: Arg, *_: Any) -> Cost:
+    return Cost(dy.bytes + x.bytes + x.dense + gamma.bytes + rstd.bytes + _weight_gradient(x, gamma))
+
+
+def _add_rms_norm(x1: Arg, x2: Arg, gamma: Arg, *_: Any) -> Cost:
+    return Cost(x1.bytes + x2.bytes + 2 * x1.dense + gamma.bytes + _statistic(x1, gamma))
+
+
+def _add_rms_norm_backward(dy: Arg, dx: Arg, x: Arg, gamma: Arg, rstd: Arg, *_: Any) -> Cost:
+    both = _rms_norm_backward(dy, x, gamma, rstd)
+    return Cost(both.bytes + dx.bytes)
+
+
+def _rms_norm_gated(x: Arg, gate: Arg, gamma: Arg, *_: Any) -> Cost:
+    return Cost(x.bytes + gate.bytes + x.dense + gamma.bytes + _statistic(x, gamma))
+
+
+def _rms_norm_gated_backward(dy: Arg, x: Arg, gate: Arg, gamma: Arg, rstd: Arg, *_: Any) -> Cost:
+    both = _rms_norm_backward(dy, x, gamma, rstd)
+    return Cost(both.bytes + gate.bytes + x.dense)
+
+
+def _swiglu(x: Arg, *_: Any) -> Cost:
+    return Cost(x.bytes + x.dense / 2)
+
+
+def _swiglu_backward(dy: Arg, x: Arg, *_: Any) -> Cost:
+    return Cost(dy.bytes + x.bytes + x.dense)
+
+
+def _gate_up(gate: Arg, up: Arg, *_: Any) -> Cost:
+    return Cost(gate.bytes + up.bytes + gate.dense)
+
+
+def _gate_up_backward(dy: Arg, gate: Arg, up: Arg, *_: Any) -> Cost:
+    return Cost(dy.bytes + gate.bytes + up.bytes + 2 * gate.dense)
+
+
+def _rotary(x: Arg, r1: Arg, r2: Arg, *_: Any) -> Cost:
+    return Cost(x.bytes + x.dense + r1.bytes + r2.bytes)
+
+
+def _rotary_backward_all(dy: Arg, x: Arg, r1: Arg, r2: Arg, *_: Any) -> Cost:
+    return Cost(dy.bytes + x.bytes + x.dense + r1.bytes + r2.bytes + r1.dense + r2.dense)
+
+
+def _linear(x: Arg, weight: Arg, bias: Arg | None = None, *_: Any) -> Cost:
+    outputs, inputs = weight.shape
+    rows = x.numel // max(1, inputs)
+    moved = x.bytes + weight.bytes + rows * outputs * x.item + (bias.bytes if bias else 0)
+    return Cost(moved, 2.0 * rows * inputs * outputs, x.dtype)
+
+
+def _dgrad(dy: Arg, weight: Arg, *_: Any) -> Cost:
+    outputs, inputs = weight.shape
+    rows = dy.numel // max(1, outputs)
+    return Cost(dy.bytes + weight.bytes + rows * inputs * dy.item, 2.0 * rows * inputs * outputs, dy.dtype)
+
+
+def _wgrad(dy: Arg, x: Arg, *_: Any) -> Cost:
+    outputs, inputs = dy.shape[-1], x.shape[-1]
+    rows = dy.numel // max(1, outputs)
+    return Cost(dy.bytes + x.bytes + outputs * inputs * x.item, 2.0 * rows * inputs * outputs, dy.dtype)
+
+
+def _linear_backward(dy: Arg, x: Arg, weight: Arg, *_: Any) -> Cost:
+    return _dgrad(dy, weight) + _wgrad(dy, x)
+
+
+def _bias_grad(dy: Arg, *_: Any) -> Cost:
+    return Cost(dy.bytes + dy.shape[-1] * dy.item)
+
+
+#: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,
+#: lists of tensors lists of them; what a trace does not record (strings, floats that were left out) is None.
+FUSED_COSTS: dict[str, Formula] = {
+    "npu_rms_norm": _rms_norm,
+    "npu_rms_norm_backward": _rms_norm_backward,
+    "npu_gemma_rms_norm": _rms_norm,
+    "gemma_rms_norm_backward": _rms_norm_backward,
+    "npu_add_rms_norm": _add_rms_norm,
+    "add_rms_norm_backward": _add_rms_norm_backward,
+    "rms_norm_gated": _rms_norm_gated,
+    "rms_norm_gated_backward": _rms_norm_gated_backward,
+    "npu_swiglu": _swiglu,
+    "npu_swiglu_backward": _swiglu_backward,
+    "swiglu_gate_up": _gate_up,
+    "swiglu_gate_up_backward": _gate_up_backward,
+    "npu_rotary_mul": _rotary,
+    "npu_rotary_mul_backward": _rotary_backward_all,
+    "rotary_mul_backward": _rotary,
+    "npu_linear": _linear,
+    "linear_dgrad": _dgrad,
+    "linear_wgrad": _wgrad,
+    "linear_bias_grad": _bias_grad,
+    "npu_linear_backward": _linear_backward,
+}
+
+
+def known(name: str) -> bool:
+    """Whether there is a formula for ``namespace::operator``."""
+    return _formula(name) is not None
+
+
+def _formula(name: str) -> Formula | None:
+    from jumar.opinfo.aten_costs import ATEN_COSTS
+
+    namespace, _, operator = name.partition("::")
+    if namespace in FUSED:
+        return FUSED_COSTS.get(operator)
+    return ATEN_COSTS.get(operator) if namespace == "aten" else None
+
+
+def cost(name: str, arguments: list[Any]) -> Cost | None:
+    """The cost of one call of ``namespace::operator``.
+
+    Args:
+        name: as in a trace: ``jumar::npu_linear``, ``aten::mm``.
+        arguments: in the order of the schema: :class:`Arg`, lists of them, numbers, None.
+
+    Returns:
+        None where no formula knows the operator, or the arguments are not what it expects.
+    """
+    formula = _formula(name)
+    if formula is None:
+        return None
+    try:
+        return formula(*arguments)
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return None  # a dtype or an argument that was not recorded
+
+
+def arguments_of(values: Any) -> list[Any]:
+    """Arguments of a call with tensors as :class:`Arg`."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return Arg(tuple(value.shape), value.dtype, tuple(value.stride()))
+        return [one(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return [one(value) for value in values]
+
+
+class _Counter(TorchDispatchMode):
+    """Adds up the cost of fused operators that are called, and of torch's where ``torch_too``."""
+
+    def __init__(self, torch_too: bool):
+        super().__init__()
+        self.torch_too, self.calls, self.total = torch_too, 0, Cost(0.0)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function._schema.name
+        if self.torch_too or name.split("::")[0] in FUSED:
+            names = [argument.name for argument in function._schema.arguments]
+            values = [*args, *(None for _ in names[len(args) :])]
+            for key, value in (kwargs or {}).items():
+                values[names.index(key)] = value
+            found = cost(name, arguments_of(values))
+            if found is not None:
+                self.total += found
+                self.calls += 1
+        return function(*args, **(kwargs or {}))
+
+
+def count(function: Callable[[], Any], *, torch_too: bool = False) -> Cost:
+    """Runs ``function`` and returns the cost of all fused operators in it, backward ones included.
+
+    Args:
+        function: what is run; under ``FakeTensorMode`` nothing is computed.
+        torch_too: also count torch's own operators.
+    """
+    with _Counter(torch_too) as counter:
+        function()
+    return counter.total
+
+
+def of_operator(info: Any, tensors: dict[str, Any]) -> tuple[Cost, Cost]:
+    """(forward, forward + backward) of an entry of the operator table on tensors that ``jumar bench`` would time.
+
+    The operator and its backward run on fake tensors: nothing is computed, and the operators that its autograd formula
+    calls are those that are counted.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+
+        def fake(tensor: torch.Tensor, wanted: bool) -> torch.Tensor:
+            leaf = mode.from_tensor(tensor.detach())
+            return leaf.requires_grad_(wanted and leaf.is_floating_point())
+
+        leaves = []
+        for name, value in tensors.items():
+            wanted = bool(info.differentiable) and name not in info.constants
+            many = isinstance(value, list | tuple)
+            leaves.append([fake(t, wanted) for t in value] if many else fake(value, wanted))
+        with torch.no_grad():
+            forward = count(lambda: info.fused(*leaves))
+        outputs: dict[str, torch.Tensor] = {}
+
+        def both() -> None:
+            outputs.update(zip(info.outputs, info.fused(*leaves), strict=True))
+            roots = [outputs[name] for name in info.differentiable]
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+        return forward, count(both) if info.differentiable else forward
