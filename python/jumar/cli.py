@@ -151,15 +151,16 @@ def _operator(name: str, schema: str) -> dict[str, Any]:
 
     formula, doc = opinfo.describe(name)
     entry = {"name": name, "schema": schema, "formula": formula, "doc": doc}
-    entry["dtypes"] = [opinfo.dtype_name(dtype) for dtype in opinfo.DTYPES]
-    info = opinfo.OPERATORS.get(name)
-    if info is None:
+    info = opinfo.OPERATORS.get(name) or opinfo.forward_of(name)
+    dtypes = opinfo.DTYPES if info is None else info.dtypes
+    entry["dtypes"] = [opinfo.dtype_name(dtype) for dtype in dtypes]
+    if info is None or info.name != name:
         return entry
     entry["shapes"] = info.shapes
     entry["gradient"] = list(info.backward)
     entry["bounds"] = {
         opinfo.dtype_name(dtype): ", ".join(f"{k} {b.text(dtype)}" for k, b in info.bounds.items())
-        for dtype in opinfo.DTYPES
+        for dtype in dtypes
     }
     return entry
 

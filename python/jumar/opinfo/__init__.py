@@ -9,7 +9,20 @@ import difflib
 
 import torch
 
-from jumar.opinfo.spec import DTYPES, Bound, Case, OpInfo, dtype_name, parse_dtype
+from jumar.opinfo.spec import (
+    DTYPES,
+    MULTIPLIES,
+    STREAMS,
+    Bound,
+    Case,
+    OpInfo,
+    Target,
+    Value,
+    dtype_name,
+    each,
+    flat,
+    parse_dtype,
+)
 from jumar.opinfo.table import OPERATORS
 
 #: Operators that serve the package itself and have no entry of their own.
@@ -71,14 +84,20 @@ def markdown_table() -> str:
 
 __all__ = [
     "DTYPES",
+    "MULTIPLIES",
     "OPERATORS",
+    "STREAMS",
     "TOOLS",
     "Bound",
     "Case",
     "OpInfo",
+    "Target",
+    "Value",
     "describe",
     "dtype_name",
+    "each",
     "find",
+    "flat",
     "forward_of",
     "markdown_table",
     "parse_dtype",

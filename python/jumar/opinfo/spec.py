@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,17 +57,49 @@ class Bound:
         return f"{self.ulps(dtype):g} ulp{tail}"
 
 
+#: An argument or a result of an operator: a tensor, or the tensors of a ``Tensor[]``.
+Value = Tensor | list[Tensor]
+
+
+def each(change: Callable[[Tensor], Tensor], value: Value) -> Value:
+    """``change`` of the tensor, or of every tensor of the list."""
+    return [change(t) for t in value] if isinstance(value, list | tuple) else change(value)
+
+
+def flat(value: Value) -> list[Tensor]:
+    """The tensors of a value."""
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
 @dataclass
 class Case:
     """Inputs for one comparison: tensors in argument order, options, and a gradient per differentiable output."""
 
     label: str
-    tensors: dict[str, Tensor]
+    tensors: dict[str, Value]
     options: dict[str, Any] = field(default_factory=dict)
     grads: list[Tensor] = field(default_factory=list)
 
 
-Terms = Callable[..., dict[str, Tensor]]
+@dataclass(frozen=True)
+class Target:
+    """The speed that is asked of an operator out of cache, forward + backward; 0 where nothing is asked.
+
+    ``percent`` of the limit; ``eager`` and ``inductor``: how many times faster. ``slow_bf16``: the same as ``eager`` for
+    16-bit dtypes on a CPU without bf16 dot products.
+    """
+
+    percent: float = 0.0
+    eager: float = 0.0
+    inductor: float = 0.0
+    slow_bf16: float = 0.0
+
+
+#: What moves memory and little else. What multiplies matrices.
+STREAMS = Target(percent=75.0, eager=2.0, inductor=1.0)
+MULTIPLIES = Target(percent=75.0, slow_bf16=10.0)
+
+Terms = Callable[..., dict[str, Value]]
 
 
 @dataclass(frozen=True)
@@ -83,14 +116,22 @@ class OpInfo:
         differentiable: those of them that carry gradients.
         bounds: result or gradient (``"d NAME"``) -> stated error.
         plain: the formula in plain PyTorch, any dtype; a tuple like the operator's results.
-        terms: magnitudes of the terms that cancel, on fp64 values.
+        terms: magnitudes of the terms that cancel, on fp64 values; ``{}`` where none do.
         cases: makes the cases of ``jumar verify`` for a dtype.
         bench: makes the tensors of ``jumar bench`` from a named shape.
         shapes_file: the named shapes, ``jumar/bench/shapes/NAME.txt``.
         traffic: (forward, forward + backward) bytes that must move, from a shape and an item size.
-        flops: the same in floating-point operations, for what is bound by arithmetic.
+        flops: the same in floating-point operations. The limit is the larger of both times.
         oracle: where it is not ``plain`` on fp64 inputs: takes the dtype as well.
         constants: inputs that need no gradient in a model; ``jumar bench`` asks for none.
+        fixed: floating-point inputs that have no gradient at all (integers and what is written never have one).
+        mutates: arguments that are written. ``plain`` leaves them alone and returns their new values.
+        call: how it is called, where that is not ``torch.ops.jumar.NAME(*tensors, **options)``; returns the results in
+            the order of ``outputs``, among them the arguments that an operator in place has written.
+        eager: what ``jumar bench`` times as eager and compiles with Inductor, where that is not ``plain``: it takes the
+            same arguments and may write those in ``mutates``.
+        dtypes: those that it takes.
+        target: the speed that is asked of it.
     """
 
     name: str
@@ -101,35 +142,71 @@ class OpInfo:
     outputs: tuple[str, ...]
     differentiable: tuple[str, ...]
     bounds: dict[str, Bound]
-    plain: Callable[..., tuple[Tensor, ...]]
+    plain: Callable[..., tuple[Value, ...]]
     terms: Terms
     cases: Callable[[torch.dtype, int], Iterator[Case]]
-    bench: Callable[[dict[str, int], torch.dtype], dict[str, Tensor]]
+    bench: Callable[[dict[str, int], torch.dtype], dict[str, Value]]
     shapes_file: str
     traffic: Callable[[dict[str, int], int], tuple[float, float]] | None = None
     flops: Callable[[dict[str, int]], tuple[float, float]] | None = None
-    oracle: Callable[..., tuple[Tensor, ...]] | None = None
+    oracle: Callable[..., tuple[Value, ...]] | None = None
     constants: tuple[str, ...] = ()
+    fixed: tuple[str, ...] = ()
+    mutates: tuple[str, ...] = ()
+    call: Callable[..., tuple[Value, ...]] | None = None
+    eager: Callable[..., Any] | None = None
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    target: Target = Target()
 
-    def fused(self, *tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    def fused(self, *tensors: Value, **options: Any) -> tuple[Value, ...]:
         """The fused operator itself; always a tuple."""
-        result = getattr(torch.ops.jumar, self.name)(*tensors, **options)
+        call = self.call or getattr(torch.ops.jumar, self.name)
+        result = call(*tensors, **options)
         return result if isinstance(result, tuple) else (result,)
 
-    def run_oracle(
-        self, dtype: torch.dtype, *tensors: Tensor, **options: Any
-    ) -> tuple[Tensor, ...]:
+    def run_oracle(self, dtype: torch.dtype, *tensors: Value, **options: Any) -> tuple[Value, ...]:
         """The formula on fp64 tensors, for results of ``dtype``."""
         if self.oracle is None:
             return self.plain(*tensors, **options)
         return self.oracle(*tensors, **options, dtype=dtype)
 
     def magnitudes(
-        self, dtype: torch.dtype, tensors: dict[str, Tensor], grads: list[Tensor], **options: Any
-    ) -> dict[str, Tensor]:
+        self, dtype: torch.dtype, tensors: dict[str, Value], grads: list[Tensor], **options: Any
+    ) -> dict[str, Value]:
         """:attr:`terms` on fp64 tensors, for results of ``dtype``."""
         extra = {} if self.oracle is None else {"dtype": dtype}
         return self.terms(tensors, grads, **options, **extra)
+
+    def wants_gradient(self, name: str, value: Value) -> bool:
+        """Whether the argument has a gradient."""
+        if not self.differentiable or name in self.fixed or name in self.mutates:
+            return False
+        return all(t.is_floating_point() for t in flat(value))
+
+    def arguments(
+        self, tensors: dict[str, Value], dtype: torch.dtype | None = None, *, grads: bool = False
+    ) -> dict[str, Value]:
+        """The tensors for one call: detached, what is written copied, floats widened to ``dtype`` when that is given.
+
+        With ``grads``, leaves that require a gradient where the argument has one.
+        """
+
+        def argument(tensor: Tensor, written: bool, wanted: bool) -> Tensor:
+            leaf = tensor.detach()
+            if dtype is not None and leaf.is_floating_point():
+                leaf = leaf.to(dtype)
+            if written and leaf.data_ptr() == tensor.data_ptr():
+                leaf = torch.empty_strided(
+                    leaf.size(), leaf.stride(), dtype=leaf.dtype, device=leaf.device
+                ).copy_(leaf)
+            return leaf.requires_grad_() if wanted else leaf
+
+        result = {}
+        for name, value in tensors.items():
+            written = name in self.mutates
+            wanted = grads and self.wants_gradient(name, value)
+            result[name] = each(partial(argument, written=written, wanted=wanted), value)
+        return result
 
     @property
     def registered(self) -> bool:

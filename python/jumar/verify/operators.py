@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from jumar import ops
 from jumar.opinfo import OPERATORS, Case, OpInfo, dtype_name, find
-from jumar.opinfo.spec import DTYPES, compute_epsilon
+from jumar.opinfo.spec import compute_epsilon, flat
 
 
 @dataclass
@@ -45,32 +46,33 @@ class Row:
         return {**asdict(self), "index": list(self.index), "ok": self.ok}
 
 
-def _run(function: Any, case: Case, dtype: torch.dtype | None, info: OpInfo) -> dict[str, Tensor]:
-    """Outputs and gradients of ``function`` on the case, widened to ``dtype`` when that is given."""
-    leaves = []
-    for tensor in case.tensors.values():
-        leaf = tensor.detach() if dtype is None else tensor.detach().to(dtype)
-        leaves.append(leaf.requires_grad_())
-    outputs = function(*leaves, **case.options)
-    named = dict(zip(info.outputs, outputs, strict=True))
-    grads = [g if dtype is None else g.to(dtype) for g in case.grads]
-    differentiated = [named[name] for name in info.differentiable]
-    for leaf, grad in zip(
-        case.tensors, torch.autograd.grad(differentiated, leaves, grads), strict=True
-    ):
-        named[f"d {leaf}"] = grad
-    return {name: tensor.detach() for name, tensor in named.items()}
+def _run(
+    function: Any, case: Case, dtype: torch.dtype | None, info: OpInfo
+) -> dict[str, list[Tensor]]:
+    """Outputs and gradients of ``function`` on the case, widened to ``dtype`` when that is given.
+
+    A result that the operator leaves out (None) has no tensors.
+    """
+    leaves = info.arguments(case.tensors, dtype, grads=True)
+    outputs = function(*leaves.values(), **case.options)
+    named = {
+        name: [] if value is None else flat(value)
+        for name, value in zip(info.outputs, outputs, strict=True)
+    }
+    wanted = [(n, t) for n, v in leaves.items() for t in flat(v) if info.wants_gradient(n, v)]
+    if wanted:
+        grads = [g if dtype is None else g.to(dtype) for g in case.grads]
+        differentiated = [t for name in info.differentiable for t in named[name]]
+        results = torch.autograd.grad(differentiated, [t for _, t in wanted], grads)
+        for (leaf, _), grad in zip(wanted, results, strict=True):
+            named.setdefault(f"d {leaf}", []).append(grad)
+    return {name: [t.detach() for t in tensors] for name, tensors in named.items()}
 
 
 def compare(info: OpInfo, dtype: torch.dtype, case: Case, *, eager: bool = True) -> list[Row]:
     """One case of one operator: a row per output and gradient. Without ``eager`` the stated bound alone counts."""
-    wide = {name: tensor.detach().double() for name, tensor in case.tensors.items()}
-    oracle = _run(
-        lambda *tensors, **options: info.run_oracle(dtype, *tensors, **options),
-        case,
-        torch.float64,
-        info,
-    )
+    wide = info.arguments(case.tensors, torch.float64)
+    oracle = _run(partial(info.run_oracle, dtype), case, torch.float64, info)
     grads = [g.double() for g in case.grads]
     magnitudes = info.magnitudes(dtype, wide, grads, **case.options)
     plain = _run(info.plain, case, None, info) if eager else None
@@ -78,29 +80,30 @@ def compare(info: OpInfo, dtype: torch.dtype, case: Case, *, eager: bool = True)
     rows = []
     for name, expected in oracle.items():
         bound = info.bounds[name]
-        slack = None
+        slacks: list[Tensor | None] = [None] * len(expected)
         if bound.terms and name in magnitudes:
-            slack = magnitudes[name] * (bound.terms * compute_epsilon(dtype))
-        got = fused[name]
-        error, index = (value.item() for value in ops.ulp_error(got, expected, slack))
-        eager_error = 0.0
-        if plain is not None:
-            eager_error = ops.ulp_error(plain[name].to(got.dtype), expected, slack)[0].item()
-        row = Row(
-            info.name,
-            dtype_name(dtype),
-            name,
-            eager_error,
-            error,
-            bound.ulps(dtype),
-            bound.text(dtype),
-            cases=1,
-        )
-        if index >= 0:
-            row.case = case.label
-            row.index = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), got.shape))
-            row.got, row.expected = got[row.index].item(), expected[row.index].item()
-        rows.append(row)
+            slacks = [m * (bound.terms * compute_epsilon(dtype)) for m in flat(magnitudes[name])]
+        others = plain[name] if plain is not None else [None] * len(expected)
+        for got, right, slack, other in zip(fused[name], expected, slacks, others, strict=True):
+            error, index = (value.item() for value in ops.ulp_error(got, right, slack))
+            eager_error = 0.0
+            if other is not None:
+                eager_error = ops.ulp_error(other.to(got.dtype), right, slack)[0].item()
+            row = Row(
+                info.name,
+                dtype_name(dtype),
+                name,
+                eager_error,
+                error,
+                bound.ulps(dtype),
+                bound.text(dtype),
+                cases=1,
+            )
+            if index >= 0:
+                position = torch.unravel_index(torch.tensor(index), got.shape)
+                row.case, row.index = case.label, tuple(int(i) for i in position)
+                row.got, row.expected = got[row.index].item(), right[row.index].item()
+            rows.append(row)
     return rows
 
 
@@ -138,6 +141,6 @@ def verify_operators(
     return [
         row
         for info in infos
-        for dtype in (dtypes or DTYPES)
+        for dtype in (dtypes or info.dtypes)
         for row in verify_operator(info, dtype, seed)
     ]
