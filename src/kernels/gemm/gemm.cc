@@ -49,7 +49,10 @@ TensorView Transposed(const TensorView& matrix) {
   return t;
 }
 
-void Gemm(const char* op, const TensorView& a, const TensorView& b, const TensorView* bias, const TensorView& c) {
+namespace {
+
+void Product(const char* op, const TensorView& a, const TensorView& b, const TensorView* bias, const TensorView& c,
+             bool add) {
   JUMAR_CHECK(op, a.rank == 2 && b.rank == 2 && c.rank == 2, "expected matrices, got ", Describe(a), ", ", Describe(b),
               " and ", Describe(c));
   JUMAR_CHECK(op, a.size[1] == b.size[0], "inner sizes differ: ", ShapeString(a), " times ", ShapeString(b));
@@ -80,17 +83,30 @@ void Gemm(const char* op, const TensorView& a, const TensorView& b, const Tensor
   store.dtype = c.dtype;
   store.row_stride = c.stride[0];
   store.col_stride = c.stride[1];
+  store.add = add;
 
   const GemmKernel& kernel = ChooseGemmKernel(a.dtype, b.dtype);
   // Columns are padded to whole panels of nr, rows are not: a narrow result is computed as its transpose.
   const int64_t padded = (store.n + kernel.nr - 1) / kernel.nr * kernel.nr;
-  if (store.n < store.m && store.n <= 2 * kernel.nr && padded * 10 > store.n * 13) {
+  if (!add && store.n < store.m && store.n <= 2 * kernel.nr && padded * 10 > store.n * 13) {
     std::swap(left, right);
     std::swap(store.m, store.n);
     std::swap(store.row_stride, store.col_stride);
     store.bias_per_row = true;
   }
   GemmRun(kernel, left, right, store);
+}
+
+}  // namespace
+
+void Gemm(const char* op, const TensorView& a, const TensorView& b, const TensorView* bias, const TensorView& c) {
+  Product(op, a, b, bias, c, false);
+}
+
+void GemmAdd(const char* op, const TensorView& a, const TensorView& b, const TensorView& c) {
+  JUMAR_CHECK(op, c.rank == 2 && c.dtype == ComputeType(a.dtype) && c.stride[1] == 1, "sums must be in ",
+              Name(ComputeType(a.dtype)), " with adjacent columns, got ", Describe(c));
+  Product(op, a, b, nullptr, c, true);
 }
 
 }  // namespace jumar

@@ -29,6 +29,9 @@ namespace jumar {
 // first in the text, for a rank, shape or dtype that does not fit.
 void Gemm(const char* op, const TensorView& a, const TensorView& b, const TensorView* bias, const TensorView& c);
 
+// C += A * B, for C in fp32 (fp64 for fp64) with adjacent columns: the sums start at the elements of C.
+void GemmAdd(const char* op, const TensorView& a, const TensorView& b, const TensorView& c);
+
 // View of a matrix with its two dimensions swapped.
 TensorView Transposed(const TensorView& matrix);
 

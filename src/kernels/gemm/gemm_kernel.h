@@ -48,7 +48,8 @@ struct GemmBlock {
   bool accumulate;
 };
 
-// out[i, j] = round(acc[i, j] + bias); bias is per column, or per row when bias_per_row; null: none.
+// out[i, j] = round(acc[i, j] + bias); bias is per column, or per row when bias_per_row; null: none. With `add`, which
+// GemmRun takes for results in the accumulation type with adjacent columns and no bias, the sums start at out[i, j].
 struct GemmStore {
   const void* acc;
   int64_t ld_acc;
@@ -60,6 +61,7 @@ struct GemmStore {
   DType dtype;
   int64_t row_stride;
   int64_t col_stride;
+  bool add = false;
 };
 
 struct GemmKernel {

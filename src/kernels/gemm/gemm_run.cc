@@ -182,7 +182,7 @@ class Product {
     }
     for (int64_t at = q; at < q_end; ++at) {
       block.kc = KCount(at);
-      block.accumulate = at > 0;
+      block.accumulate = store_.add || at > 0;
       block.a = Panel(a, at - q, CeilDiv(mb_, kernel_.mr), ti / kernel_.mr, a_panel_);
       if (private_b_) {
         own.k = KOf(at);
@@ -243,6 +243,7 @@ void StoreZeros(const GemmKernel& kernel, const GemmStore& store) {
 
 void GemmRun(const GemmKernel& kernel, const GemmOperand& a, const GemmOperand& b, const GemmStore& store) {
   if (store.m == 0 || store.n == 0) return;
+  if (a.k == 0 && store.add) return;
   if (a.k == 0) return StoreZeros(kernel, store);
   Product(kernel, a, b, store).Run();
 }
