@@ -6,6 +6,11 @@ Each function calls ``torch.ops.jumar.NAME``, or ``torch.ops.npu.NAME`` when its
 from __future__ import annotations
 
 from jumar.ops.linear import npu_linear, npu_linear_backward
+from jumar.ops.loss import (
+    linear_cross_entropy,
+    npu_cross_entropy_loss,
+    npu_cross_entropy_loss_backward,
+)
 from jumar.ops.rms_norm import (
     npu_add_rms_norm,
     npu_gemma_rms_norm,
@@ -18,7 +23,10 @@ from jumar.ops.swiglu import npu_swiglu, npu_swiglu_backward, swiglu_gate_up
 from jumar.ops.ulp_error import ulp_error
 
 __all__ = [
+    "linear_cross_entropy",
     "npu_add_rms_norm",
+    "npu_cross_entropy_loss",
+    "npu_cross_entropy_loss_backward",
     "npu_gemma_rms_norm",
     "npu_linear",
     "npu_linear_backward",

@@ -8,6 +8,8 @@
 namespace jumar::binding {
 
 std::vector<OpEntry> LinearOps();
+std::vector<OpEntry> LossOps();
+std::vector<OpEntry> OptimizerOps();
 std::vector<OpEntry> RmsNormOps();
 std::vector<OpEntry> RotaryOps();
 std::vector<OpEntry> SwigluOps();
@@ -15,7 +17,7 @@ std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      LinearOps(), RmsNormOps(), RotaryOps(), SwigluOps(), UlpErrorOps(),
+      LinearOps(), LossOps(), OptimizerOps(), RmsNormOps(), RotaryOps(), SwigluOps(), UlpErrorOps(),
   };
 }
 
