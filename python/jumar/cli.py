@@ -369,6 +369,10 @@ def _overrides(arguments: list[str]) -> list[str]:
     return pairs
 
 
+# Adds its commands to the app.
+from jumar import cli_runs  # noqa: E402, F401
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point of the ``jumar`` command; ends the process with its exit status."""
     arguments = (sys.argv[1:] if argv is None else argv) or ["--help"]

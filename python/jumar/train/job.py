@@ -105,7 +105,26 @@ def load(config_file: str, overrides: Iterable[str] = ()) -> Job:
         for key in keys:
             if key.required and values[section][key.name] in (None, ""):
                 raise JobError(f"{config_file}: {section}.{key.name} is missing ({key.text})")
+    _check_profiling(values, config_file)
     return Job(file.resolve(), values, frozenset(given))
+
+
+def _check_profiling(values: dict[str, dict[str, Any]], where: str) -> None:
+    """A profile that would be empty is a mistake."""
+    section, steps = values["profiling"], values["training"]["steps"]
+    if not section["enable_profiling"]:
+        return
+    from jumar.profile import Settings
+
+    settings = Settings(**section)
+    try:
+        any_step = settings.recorded(1, steps)
+    except ValueError as error:
+        raise JobError(f"{where}: profiling.{error}") from error
+    if not any_step:
+        raise JobError(
+            f"{where}: profiling.profile_freq = {settings.profile_freq} records none of training.steps = {steps} steps"
+        )
 
 
 def _copy(value: Any) -> Any:
@@ -129,8 +148,11 @@ def _key(section: str, name: str, where: str) -> Key:
     keys = {key.name: key for key in SECTIONS[section]}
     if name in keys:
         return keys[name]
+    longer = [n for n in keys if n.startswith(f"{name}_")]
     elsewhere = [s for s, others in SECTIONS.items() if any(k.name == name for k in others)]
-    if elsewhere:
+    if len(longer) == 1:
+        hint = f"; did you mean {longer[0]!r}?"
+    elif elsewhere:
         hint = f"; did you mean '{elsewhere[0]}.{name}'?"
     else:
         hint = nearest(name, keys)

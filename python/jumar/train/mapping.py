@@ -122,6 +122,7 @@ def trainer_config(
     from jumar.train.checkpoints import DurableCheckpoints
     from jumar.train.evaluation import JobValidator
     from jumar.train.metrics import JobMetrics
+    from jumar.train.profiler import JobProfiler
     from jumar.train.trainer import JobTrainer
 
     training, optimizer, parallelism = job["training"], job["optimizer"], job["parallelism"]
@@ -184,6 +185,7 @@ def trainer_config(
             ),
             activation_checkpoint=_activation_checkpoint(job["activation_checkpoint"]),
             compile=_shared(job["compile"], CompileConfig),
+            profiler=_shared(job["profiling"], JobProfiler.Config),
             comm=CommConfig(trace_buf_size=0, init_timeout_seconds=600, train_timeout_seconds=600),
             debug=DebugConfig(
                 seed=training["seed"],

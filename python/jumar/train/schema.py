@@ -145,6 +145,16 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("jsonl_file", "str", "metrics.jsonl", "jumar: one record a step; \"\" for none"),
         Key("plot_file", "str", "loss.png", "jumar: plot of the loss; \"\" for none"),
     ),
+    "profiling": (
+        Key("enable_profiling", "bool", False, "write a Chrome trace and a table of operators of some steps"),
+        Key("save_traces_folder", "str", "profiling/traces", "folder of traces in dump_folder"),
+        Key("profile_freq", "int", 10, "steps of a cycle, whose last ones are recorded", minimum=1),
+        Key("profiler_active", "int", 1, "steps of a cycle that are recorded", minimum=1),
+        Key("profiler_warmup", "int", 3, "steps before them in which the profiler warms up", minimum=0),
+        Key("profiler_repeat", "int", None, "cycles to record; not set: all", minimum=1),
+        Key("profiler_skip_first", "int", None, "steps before the first cycle", minimum=0),
+        Key("profiler_skip_first_wait", "int", None, "1: no waiting in the first cycle", minimum=0),
+    ),
     "activation_checkpoint": (
         Key("mode", "str", "none", "what is computed again in backward", ("none", "selective", "full", "memory_budget")),
         Key("memory_budget", "float", 0.5, "for memory_budget: 0 keeps least, 1 most", minimum=0),

@@ -1,0 +1,59 @@
+"""``jumar profile`` and ``jumar report``: what a run has left behind. Part of :mod:`jumar.cli`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jumar.cli import Json, UserError, _console, _print_json, _split, _user_errors, app
+
+
+@app.command()
+def profile(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE", help="A Chrome trace (.json, .json.gz), or a folder: the newest in it."
+        ),
+    ],
+    sort: Annotated[
+        str,
+        typer.Option("--sort", help="self, total, calls, avg, max, bytes, flops, percent or name."),
+    ] = "self",
+    top: Annotated[int, typer.Option("--top", min=0, help="Rows to print; 0: all.")] = 30,
+    kind: Annotated[
+        str | None, typer.Option("--kind", help="Only fused, torch or autograd, comma-separated.")
+    ] = None,
+    by_shape: Annotated[
+        bool, typer.Option("--by-shape", help="One row per operator and shapes.")
+    ] = False,
+    limits: Annotated[
+        bool, typer.Option("--measure", help="Take the limits of this machine, measured now.")
+    ] = False,
+    csv: Annotated[str | None, typer.Option("--csv", help="Also write all rows here.")] = None,
+    json: Json = False,
+) -> None:
+    """The operators in a trace of torch.profiler: calls, times, bytes, FLOPs, percent of the machine's limit."""
+    from jumar import profile as profile_module
+    from jumar.bench.limits import measure
+    from jumar.profile import render
+
+    with _user_errors(ValueError):
+        render.check(sort, "order", tuple(profile_module.SORTS))
+        kinds = [render.check(k, "kind", render.KINDS) for k in _split(kind) or render.KINDS]
+        read = profile_module.read(trace)
+    found = profile_module.table(read, by_shape=by_shape, limits=measure() if limits else None)
+    found.rows = [row for row in found.sort(sort).rows if row.kind in kinds]
+    if csv is not None:
+        try:
+            Path(csv).write_text(found.to_csv(), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{csv}: {error.strerror or error}") from error
+    if json:
+        document = found.to_dict()
+        if top:
+            document["operators"] = document["operators"][:top]
+        return _print_json(document)
+    render.show(found, _console(), top=top, shapes=by_shape, sort=sort)
