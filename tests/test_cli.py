@@ -122,6 +122,15 @@ def test_mistakes_are_one_line(run):
         (("bench", "--op", "npu_linar"), "jumar bench: unknown operator 'npu_linar'; did you mean"),
         (("bench", "--op", "npu_linear", "--shape", "smal"), "jumar bench: unknown shape 'smal'"),
         (("bench", "--csv", "no/such/folder/x.csv"), "jumar bench: no folder for no/such/folder"),
+        (("bench", "--sahpe", "small"), "jumar bench: No such option: --sahpe; did you mean --shape?"),
+        (("bench", "--mode", "sped"), "jumar bench: unknown mode 'sped'; did you mean 'speed'?"),
+        (("bench", "--layout", "slice"), "jumar bench: unknown layout 'slice'; did you mean 'sliced'"),
+        (("bench", "--case", "npu_linear:bf16"), "jumar bench: case 'npu_linear:bf16' is not OPERATOR"),
+        (("bench", "--case", "npu_linear:bf16:m=1"), "jumar bench: case 'npu_linear:bf16:m=1': npu_l"),
+        (("bench", "--emulate", "avx9"), "jumar bench: --emulate avx9: known are avx2"),
+        (("bench", "--mode", "gradient", "--dtype", "bf16"), "jumar bench: --mode gradient takes fin"),
+        (("bench", "--step", "a.toml", "--op", "npu_linear"), "jumar bench: --op goes with operators"),
+        (("bench", "--step", "no/such.toml"), "jumar bench: no/such.toml"),
         (("train",), "jumar train: Missing option '--job.config_file'"),
     ):
         status, out, error = run(*arguments)
@@ -201,7 +210,7 @@ def test_bench(run, tmp_path):
     pytest.importorskip("matplotlib")
     csv, plot = tmp_path / "rows.csv", tmp_path / "plot.png"
     status, out, error = run(
-        *("bench", "--op", "npu_rms_norm", "--dtype", "bf16", "--shape", "small", "--quick"),
+        *("bench", "--op", "npu_rms_norm", "--dtype", "bf16", "--shape", "small", "--no-inductor"),
         *("--csv", str(csv), "--plot", str(plot)),
     )
     assert status == 0, error

@@ -10,7 +10,6 @@ import contextlib
 import json as json_module
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -273,55 +272,116 @@ def _verify_model(model: str, dtypes: Any, converters: str | None, seed: int) ->
     return rows
 
 
-@app.command()
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def bench(
+    context: typer.Context,
     op: Annotated[str, typer.Option("--op", help="Operators, comma-separated, or all.")] = "all",
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="fp32, bf16, fp16, comma-separated.")
+        str | None, typer.Option("--dtype", help="fp32, bf16, fp16, fp64, comma-separated.")
     ] = None,
     shape: Annotated[
-        str | None, typer.Option("--shape", help="A named shape of the operator; default all.")
+        str | None,
+        typer.Option("--shape", help="Named shapes of the operators, comma-separated."),
     ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option("--layout", help="contiguous, sliced, transposed, expanded, or all."),
+    ] = None,
+    case: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--case",
+            help="One case, OPERATOR:DTYPE:SHAPE\\[:LAYOUT], as a failure prints it; may be repeated.",
+        ),
+    ] = None,
+    shapes: Annotated[
+        str | None,
+        typer.Option("--shapes", help="A file of shapes in place of the operators' own."),
+    ] = None,
+    mode: Annotated[
+        str,
+        typer.Option("--mode", help="speed, correctness, gradient or support, over the same cases."),
+    ] = "speed",
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small shapes, few repetitions, no Inductor.")
+        bool,
+        typer.Option("--quick", help="One large shape an operator and dtype, few repetitions."),
     ] = False,
     inductor: Annotated[
-        bool | None, typer.Option("--inductor/--no-inductor", help="Include torch.compile.")
+        bool | None,
+        typer.Option(
+            "--inductor/--no-inductor",
+            help="Include torch.compile. Default: with operators yes, with --step no.",
+        ),
+    ] = None,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            "--step",
+            metavar="CONFIG",
+            help="Whole training steps of a job file; its keys as [bold]--section.key=value[/bold].",
+        ),
+    ] = None,
+    steps: Annotated[
+        int, typer.Option("--steps", min=1, help="Counted steps of --step, a contender.")
+    ] = 5,
+    emulate: Annotated[
+        str | None,
+        typer.Option("--emulate", help="avx2: hold all contenders to this instruction set."),
     ] = None,
     csv: Annotated[str | None, typer.Option("--csv", help="Also write the rows here.")] = None,
-    plot: Annotated[str | None, typer.Option("--plot", help="Also draw the ratios here.")] = None,
+    plot: Annotated[str | None, typer.Option("--plot", help="Also draw the result here.")] = None,
     json: Json = False,
 ) -> None:
-    """Operators against eager and Inductor, interleaved in one run, beside the machine's own limits.
+    """Operators or training steps against eager and Inductor, interleaved, beside the machine's own limits.
 
-    Results are compared with the fp64 oracle first; exit status 1 when they are worse than stated.
+    Results are checked first; exit status 1 when they are worse than stated.
     """
-    from jumar import bench as bench_module
+    from jumar.bench import command
 
-    with _user_errors(ValueError):
-        plan = bench_module.plan(_op_names(op), _dtypes(dtype), shape, quick=quick)
-    for path in (csv, plot):  # before minutes of measuring
-        if path is not None and not Path(path).resolve().parent.is_dir():
-            raise UserError(f"no folder for {path}")
+    if context.args and step is None:
+        raise UserError(f"No such option: {context.args[0]}{_nearest(context)}")
+    with _user_errors(ValueError, ImportError):
+        request = command.Request(
+            op=_op_names(op),
+            dtypes=_dtypes(dtype),
+            shape=shape,
+            layout=layout,
+            cases=case or [],
+            shapes=shapes,
+            mode=mode,
+            quick=quick,
+            inductor=inductor,
+            emulate=emulate,
+            csv=csv,
+            plot=plot,
+            step=step,
+            steps=steps,
+            overrides=_overrides(context.args),
+        )
+        request.check()
     progress = Console(stderr=True, highlight=False)
-    result = bench_module.run(
-        plan,
-        quick=quick,
-        inductor=(not quick) if inductor is None else inductor,
-        progress=lambda text: progress.print(f"[dim]{text}[/dim]"),
-    )
-    if csv is not None:
-        with _user_errors(OSError):
-            bench_module.write_csv(result, csv)
-    if plot is not None:
-        with _user_errors(OSError, ImportError):
-            bench_module.draw(result, plot)
+
+    def say(text: str) -> None:
+        progress.print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
+
+    with _user_errors(command.BenchError, OSError):
+        outcome = request.run(say)
     if json:
-        _print_json(bench_module.to_dict(result))
+        _print_json(outcome.data)
     else:
-        bench_module.show(result, _console())
-    if not result.ok:
+        outcome.show(_console())
+    if not outcome.ok:
         raise typer.Exit(1)
+
+
+def _nearest(context: typer.Context) -> str:
+    import difflib
+
+    known = [name for p in context.command.params for name in p.opts if name.startswith("--")]
+    near = difflib.get_close_matches(context.args[0].split("=")[0], known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 @app.command(

@@ -47,14 +47,16 @@ def _call(name: str, *arguments: float | int) -> float:
     return value
 
 
-def measure(quick: bool = False, *, copy: bool = True, flops: bool = True) -> Limits:
-    """Copies memory and multiplies registers for about a second (a tenth of that when ``quick``).
+def measure(
+    quick: bool = False, *, copy: bool = True, flops: bool = True, megabytes: int = 256
+) -> Limits:
+    """Copies memory and multiplies registers for about a second (a fraction of that when ``quick``).
 
-    What is not asked for (``copy``, ``flops``) is 0.
+    What is not asked for (``copy``, ``flops``) is 0. ``megabytes`` are copied: less than several times the last-level
+    cache measures the cache.
     """
     threads = jumar.num_threads()
     short = 0.05 if quick else 0.3
-    megabytes = 64 if quick else 256
     return Limits(
         copy_gbs=_call("jumar_measure_copy_gbs", threads, short, megabytes) if copy else 0.0,
         fma_gflops=_call("jumar_measure_fma_gflops", threads, short) if flops else 0.0,

@@ -11,12 +11,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jumar.bench.machine import facts
 from jumar.bench.runner import BenchRow, Result
+from jumar.bench.targets import below, judged_any
 
 _BASELINES = ("eager", "inductor")
 
 
-def _sizes(row: BenchRow) -> str:
+def sizes_text(row: BenchRow) -> str:
+    """``2047x1531``."""
     return "x".join(str(n) for n in row.sizes.values())
 
 
@@ -69,7 +72,7 @@ def show(result: Result, console: Console) -> None:
         table.add_row(
             row.op if new else "",
             row.dtype if new else "",
-            f"{row.shape} {_sizes(row)}" if new else "",
+            f"{row.shape} {sizes_text(row)}" if new else "",
             row.direction,
             *(_milliseconds(row, name) for name in (*_BASELINES, "jumar")),
             *(_times(row.ratio(name)) for name in _BASELINES),
@@ -80,9 +83,28 @@ def show(result: Result, console: Console) -> None:
     pages = "" if result.keeps_memory else "; large results were written to fresh pages"
     console.print(f"times: minimum / median; ratios: of the minima, above 1 jumar is faster{pages}")
     for note in dict.fromkeys(
-        f"{r.op} {r.dtype} {r.shape}: {r.note}" for r in result.rows if r.note
+        f"{r.op} {r.dtype} {r.shape}: {r.note}" for r in result.rows if r.note and r.ok
     ):
-        console.print(escape(note), style=None if "wrong" not in note else "bold red")
+        console.print(escape(note))
+    for row in result.rows:
+        if not row.ok:
+            console.print(
+                escape(f"{row.case}: {row.note}; not timed"), style="bold red", soft_wrap=True
+            )
+            console.print(f"    jumar bench --case {row.case}", soft_wrap=True)
+    _show_misses(result, console)
+
+
+def _show_misses(result: Result, console: Console) -> None:
+    misses = below(result)
+    if misses:
+        console.print("below target:", style="bold")
+        for miss in misses:
+            console.print(f"  {miss.text}")
+    elif judged_any(result):
+        console.print("every operator reaches its target")
+    else:
+        console.print("no shape is large enough to be judged by the targets")
 
 
 def to_dict(result: Result) -> dict[str, Any]:
@@ -99,30 +121,49 @@ def to_dict(result: Result) -> dict[str, Any]:
         rows.append({**data, "ok": row.ok})
     return {
         "ok": result.ok,
+        "machine": facts(),
         "limits": asdict(result.limits),
         "keeps_memory": result.keeps_memory,
         "rows": rows,
+        "below_target": [{**asdict(miss), "text": miss.text} for miss in below(result)],
     }
 
 
 def write_csv(result: Result, path: str) -> None:
-    """One line per row of the table; times in seconds."""
+    """One line per row of the table; times in seconds, the machine and its limits in every line."""
+    misses: dict[tuple[str, str, str], list[str]] = {}
+    for miss in below(result):
+        misses.setdefault((miss.op, miss.dtype, miss.shape), []).append(miss.text)
+    limits = result.limits
+    machine = {
+        **facts(),
+        "copy_gbs": limits.copy_gbs,
+        "fma_gflops": limits.fma_gflops,
+        "bf16_gflops": limits.bf16_gflops,
+    }
+    contenders = (*_BASELINES, "jumar")
+    last = {(r.op, r.dtype, r.shape): r.direction for r in result.rows}
+    lines = []
+    for row in result.rows:
+        line: dict[str, Any] = {"op": row.op, "dtype": row.dtype, "shape": row.shape}
+        line |= {"sizes": sizes_text(row), "direction": row.direction}
+        for name in contenders:
+            timing = row.timings.get(name)
+            line[f"{name}_min"] = "" if timing is None else timing.minimum
+            line[f"{name}_median"] = "" if timing is None else timing.median
+        for name in _BASELINES:
+            ratio = row.ratio(name)
+            line[f"to_{name}"] = "" if ratio is None else ratio
+        line |= {"bytes": row.bytes, "flops": row.flops, "limit": row.limit, "percent": row.percent}
+        line |= {"ulp": row.ulp, "stated": row.stated, "note": row.note, "case": row.case}
+        key = (row.op, row.dtype, row.shape)
+        shown = misses.get(key, []) if row.direction == last[key] else []
+        line["below_target"] = "; ".join(shown)
+        lines.append({**line, **machine})
     with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        contenders = (*_BASELINES, "jumar")
-        times = [f"{name}_{of}" for name in contenders for of in ("min", "median")]
-        writer.writerow(
-            ["op", "dtype", "shape", "sizes", "direction", *times, "limit", "percent", "ulp"]
-        )
-        for row in result.rows:
-            values: list[Any] = []
-            for name in contenders:
-                timing = row.timings.get(name)
-                values += ["", ""] if timing is None else [timing.minimum, timing.median]
-            writer.writerow(
-                [row.op, row.dtype, row.shape, _sizes(row), row.direction, *values]
-                + [row.limit, row.percent, row.ulp]
-            )
+        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
 
 
 def draw(result: Result, path: str) -> None:
@@ -132,8 +173,11 @@ def draw(result: Result, path: str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    rows = [row for row in result.rows if row.direction != "forward" and "jumar" in row.timings]
-    figure, axes = pyplot.subplots(figsize=(8, 1.2 + 0.32 * len(rows)), layout="constrained")
+    last = {(r.op, r.dtype, r.shape): r for r in result.rows if "jumar" in r.timings}
+    rows = list(last.values())
+    figure, (axes, percent) = pyplot.subplots(
+        1, 2, figsize=(11, 1.4 + 0.32 * len(rows)), layout="constrained", sharey=True, width_ratios=(3, 2)
+    )
     for offset, name in ((-0.2, "eager"), (0.2, "inductor")):
         bars = [(i + offset, r.ratio(name)) for i, r in enumerate(rows) if r.ratio(name)]
         axes.barh([y for y, _ in bars], [x for _, x in bars], height=0.38, label=name)
@@ -141,7 +185,16 @@ def draw(result: Result, path: str) -> None:
     axes.set_xscale("log")
     axes.set_yticks(range(len(rows)), [f"{r.op} {r.dtype} {r.shape}" for r in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel("time of the contender / time of jumar, forward + backward")
+    axes.set_xlabel("time of the contender / time of jumar, forward + backward where there is a gradient")
     axes.legend()
+    colours = {"bytes": "tab:green", "flops": "tab:purple"}
+    for limit, colour in colours.items():
+        bars = [(i, r.percent) for i, r in enumerate(rows) if r.limit == limit]
+        name = {"bytes": "copy bandwidth", "flops": "multiply-add peak"}[limit]
+        percent.barh([y for y, _ in bars], [x for _, x in bars], color=colour, label=name)
+    percent.axvline(75.0, color="black", linewidth=0.8)
+    percent.set_xlabel("percent of the limit (the line: 75 %)")
+    percent.legend()
+    figure.suptitle(limits_text(result), fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

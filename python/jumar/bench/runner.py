@@ -10,24 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jumar.bench.cases import Job
 from jumar.bench.limits import Limits, measure
-from jumar.bench.shapes import pick
 from jumar.bench.timing import Timing, interleave, keeps_memory
-from jumar.opinfo import OPERATORS, Case, OpInfo, dtype_name, find
+from jumar.opinfo import Case, OpInfo, Value, dtype_name, flat
 from jumar.verify import compare
 
 #: Eager 16-bit matrix products slower than this are timed at the smallest shape only.
 SLOW_GFLOPS = 10.0
-
-
-@dataclass
-class Job:
-    """One operator, dtype and shape to measure."""
-
-    info: OpInfo
-    dtype: torch.dtype
-    shape_name: str
-    shape: dict[str, int]
+#: Elements of a shape from which on memory, not the cache, is what tensors stream from.
+_LARGE = 1 << 22
+_QUICK = {"rounds": 7, "budget": 0.6, "sample": 5e-4}
 
 
 @dataclass
@@ -45,6 +38,9 @@ class BenchRow:
     ulp: float = math.nan
     stated: float = math.nan
     note: str = ""
+    case: str = ""
+    bytes: float = 0.0
+    flops: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -70,39 +66,15 @@ class Result:
         return all(row.ok for row in self.rows)
 
 
-def plan(
-    names: list[str] | None,
-    dtypes: list[torch.dtype] | None,
-    shape: str | None,
-    *,
-    quick: bool = False,
-) -> list[Job]:
-    """The jobs for operators (None: all that are registered), dtypes (None: fp32 and bf16) and a shape (None: all).
-
-    ``quick`` keeps the shapes ``small`` and ``odd``.  ValueError for an unknown operator or shape.
-    """
-    infos = [find(n) for n in names] if names else [i for i in OPERATORS.values() if i.registered]
-    jobs = []
-    for info in infos:
-        if not info.registered:
-            raise ValueError(f"operator {info.name!r} is not in the library that is loaded")
-        shapes = pick(info.shapes_file, shape)
-        if quick and shape is None:
-            shapes = {name: sizes for name, sizes in shapes.items() if name in ("small", "odd")}
-        jobs += [
-            Job(info, dtype, name, sizes)
-            for dtype in (dtypes or [torch.float32, torch.bfloat16])
-            for name, sizes in shapes.items()
-        ]
-    return jobs
-
-
-def _gate(job: Job, tensors: dict[str, Tensor], grads: list[Tensor]) -> tuple[float, float, str]:
-    """(worst error, its stated bound, what is wrong) of the very tensors that are timed."""
+def gate(job: Job, tensors: dict[str, Value], grads: list[Tensor]) -> tuple[float, float, str]:
+    """(worst error, its stated bound, what is wrong) of these very tensors; the bound alone counts, not eager."""
     worst, stated, wrong = 0.0, math.nan, ""
-    for row in compare(job.info, job.dtype, Case(job.shape_name, tensors, {}, grads), eager=False):
+    for row in compare(job.info, job.dtype, Case(job.text, tensors, {}, grads), eager=False):
         if not row.ok:
-            wrong = f"wrong: {row.result} is off by {row.fused:.3g} ulp at {list(row.index)}"
+            wrong = (
+                f"wrong: {row.result} is off by {row.fused:.3g} ulp (stated: {row.bound}) at "
+                f"{list(row.index)}: {row.got:.8g} for {row.expected:.8g}"
+            )
         if not row.fused / max(row.stated, 0.5) <= worst / (stated if stated > 0 else 1.0):
             worst, stated = row.fused, row.stated
     return worst, stated, wrong
@@ -110,91 +82,108 @@ def _gate(job: Job, tensors: dict[str, Tensor], grads: list[Tensor]) -> tuple[fl
 
 def _contenders(job: Job, inductor: bool, eager: bool) -> dict[str, Callable[..., Any]]:
     functions: dict[str, Callable[..., Any]] = {"jumar": job.info.fused}
+    plain = job.info.eager or job.info.plain
     if eager:
-        functions["eager"] = job.info.plain
+        functions["eager"] = plain
     if inductor:
         torch._dynamo.reset()
-        functions["inductor"] = torch.compile(job.info.plain, dynamic=False)
+        functions["inductor"] = torch.compile(plain, dynamic=False)
     return functions
 
 
-def _forward(function: Callable[..., Any], tensors: dict[str, Tensor]) -> Callable[[], Any]:
-    plain = [t.detach() for t in tensors.values()]
+def _forward(
+    function: Callable[..., Any], tensors: dict[str, Value], info: OpInfo
+) -> Callable[[], Any]:
+    values = list(info.arguments(tensors).values())
 
     def call() -> Any:
         with torch.no_grad():
-            return function(*plain)
+            return function(*values)
 
     return call
 
 
 def _both(
-    function: Callable[..., Any], tensors: dict[str, Tensor], info: OpInfo, grads: list[Tensor]
+    function: Callable[..., Any], tensors: dict[str, Value], info: OpInfo, grads: list[Tensor]
 ) -> Callable[[], Any]:
-    leaves = [t.detach().requires_grad_(n not in info.constants) for n, t in tensors.items()]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    leaves = info.arguments(tensors, grads=True)
+    for name in info.constants:
+        leaves[name] = tensors[name]
+    values = list(leaves.values())
+    wanted = [leaf for value in values for leaf in flat(value) if leaf.requires_grad]
     picked = [info.outputs.index(name) for name in info.differentiable]
 
     def call() -> Any:
-        outputs = function(*leaves)
-        return torch.autograd.grad([outputs[i] for i in picked], wanted, grads)
+        outputs = function(*values)
+        results = [t for i in picked for t in flat(outputs[i])]
+        return torch.autograd.grad(results, wanted, grads)
 
     return call
 
 
-def _judge(row: BenchRow, job: Job, limits: Limits, index: int) -> None:
-    """Fills in how much of the machine's limit the best time of jumar reaches."""
+def _work(job: Job, tensors: dict[str, Value], index: int) -> tuple[float, float]:
+    """(bytes, flops) that cannot be avoided: what the entry states, or the cost of the operators that are called."""
+    info = job.info
+    if info.traffic is None and info.flops is None:
+        from jumar.opinfo.costs import of_operator
+
+        cost = of_operator(info, tensors)[index]
+        return cost.bytes or 0.0, cost.flops or 0.0
+    bytes_ = info.traffic(job.shape, job.dtype.itemsize)[index] if info.traffic else 0.0
+    return bytes_, info.flops(job.shape)[index] if info.flops else 0.0
+
+
+def _judge(row: BenchRow, job: Job, limits: Limits) -> None:
+    """Fills in how much of the machine's limit the best time of jumar reaches: the larger of both least times."""
     seconds = row.timings["jumar"].minimum
-    if job.info.flops is not None:
-        row.limit = "flops"
-        row.percent = (
-            1e-7 * job.info.flops(job.shape)[index] / seconds / limits.flops_limit(job.dtype)
-        )
-    elif job.info.traffic is not None:
-        row.limit = "bytes"
-        bytes_ = job.info.traffic(job.shape, job.dtype.itemsize)[index]
-        row.percent = 1e-7 * bytes_ / seconds / limits.copy_gbs
+    least = {
+        "bytes": 1e-9 * row.bytes / limits.copy_gbs,
+        "flops": 1e-9 * row.flops / limits.flops_limit(job.dtype),
+    }
+    row.limit = max(least, key=lambda name: least[name])
+    if least[row.limit] > 0:
+        row.percent = 100 * least[row.limit] / seconds
+    else:
+        row.limit = ""
 
 
 def _measure(job: Job, *, quick: bool, inductor: bool, eager: bool) -> list[BenchRow]:
-    tensors = job.info.bench(job.shape, job.dtype)
-    with torch.no_grad():
-        outputs = dict(zip(job.info.outputs, job.info.fused(*tensors.values()), strict=True))
-    generator = torch.Generator().manual_seed(2)
-    grads = [
-        torch.randn(outputs[name].shape, generator=generator).to(job.dtype)
-        for name in job.info.differentiable
-    ]
-    ulp, stated, wrong = _gate(job, tensors, grads)
+    tensors = job.tensors()
+    grads = job.grads(tensors)
+    ulp, stated, wrong = gate(job, tensors, grads)
+    directions = ["forward", "forward + backward"] if job.info.differentiable else ["forward"]
     common = (job.info.name, dtype_name(job.dtype), job.shape_name, job.shape)
     if wrong:
-        return [BenchRow(*common, "forward + backward", ulp=ulp, stated=stated, note=wrong)]
-    settings = {"rounds": 3, "budget": 0.1, "sample": 2e-4} if quick else {}
+        return [BenchRow(*common, directions[-1], ulp=ulp, stated=stated, note=wrong, case=job.text)]
     rows = []
-    for index, direction in enumerate(("forward", "forward + backward")):
-        row = BenchRow(*common, direction, ulp=ulp, stated=stated)
+    for index, direction in enumerate(directions):
+        if quick and direction != directions[-1]:
+            continue  # one compilation a case
+        row = BenchRow(*common, direction, ulp=ulp, stated=stated, case=job.text)
+        row.bytes, row.flops = _work(job, tensors, index)
         calls = {
-            name: _both(f, tensors, job.info, grads) if index else _forward(f, tensors)
+            name: _both(f, tensors, job.info, grads) if index else _forward(f, tensors, job.info)
             for name, f in _contenders(job, inductor, eager).items()
         }
         if inductor:
             try:
                 calls["inductor"]()
             except Exception as error:  # no C++ compiler, an operator that Inductor lacks
-                row.note = f"Inductor: {type(error).__name__}: {str(error).splitlines()[0][:80]}"
+                text = (str(error).splitlines() or [""])[0][:80]
+                row.note = f"Inductor: {type(error).__name__}: {text}"
                 del calls["inductor"]
         if not eager:
             row.note = f"eager runs below {SLOW_GFLOPS:g} GFLOP/s: timed at the smallest shape only"
-        row.timings = interleave(calls, **settings)
+        row.timings = interleave(calls, **(_QUICK if quick else {}))
         rows.append(row)
     return rows
 
 
 def _is_slow(rows: list[BenchRow], job: Job) -> bool:
     timing = rows[0].timings.get("eager")
-    if job.info.flops is None or timing is None or job.dtype.itemsize != 2:
+    if timing is None or job.dtype.itemsize != 2 or not rows[0].flops:
         return False
-    return job.info.flops(job.shape)[0] / timing.minimum < SLOW_GFLOPS * 1e9
+    return rows[0].flops / timing.minimum < SLOW_GFLOPS * 1e9
 
 
 def run(
@@ -206,28 +195,32 @@ def run(
 ) -> Result:
     """Measures the limits of the machine and every job, whose results are checked before they are timed.
 
-    Limits are measured before, after and (unless ``quick``) beside every job, and the best counts: another process may
-    have disturbed some of them.
+    Limits are measured before, after and beside the jobs (``quick``: beside every eighth), and the best counts: another
+    process may have disturbed some of them.
     """
     progress("limits of this machine")
-    limits = measure(quick)
+    large = any(math.prod(job.shape.values()) >= _LARGE for job in jobs)
+    megabytes = 256 if large else 64
+    limits = measure(quick, megabytes=megabytes)
     rows: list[BenchRow] = []
-    done: list[tuple[BenchRow, Job, int]] = []
+    done: list[tuple[BenchRow, Job]] = []
     slow: set[tuple[str, torch.dtype]] = set()
-    for job in jobs:
+    for number, job in enumerate(jobs):
         key = (job.info.name, job.dtype)
-        if not quick:
-            bytes_bound = job.info.flops is None
-            limits = limits.better(measure(copy=bytes_bound, flops=not bytes_bound))
-        progress(f"{job.info.name} {dtype_name(job.dtype)} {job.shape_name}")
+        if not quick or number % 8 == 7:
+            streams = job.info.flops is None
+            limits = limits.better(
+                measure(quick, copy=streams or quick, flops=not streams or quick, megabytes=megabytes)
+            )
+        progress(f"{number + 1}/{len(jobs)} {job.text}")
         measured = _measure(
             job, quick=quick, inductor=inductor and key not in slow, eager=key not in slow
         )
-        if _is_slow(measured, job):
+        if limits.bf16_gflops == 0 and _is_slow(measured, job):
             slow.add(key)
         rows += measured
-        done += [(row, job, index) for index, row in enumerate(measured) if row.timings]
-    limits = limits.better(measure(quick))
-    for row, job, index in done:
-        _judge(row, job, limits, index)
+        done += [(row, job) for row in measured if row.timings]
+    limits = limits.better(measure(quick, megabytes=megabytes))
+    for row, job in done:
+        _judge(row, job, limits)
     return Result(limits, rows)

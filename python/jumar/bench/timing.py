@@ -29,15 +29,46 @@ def keeps_memory() -> bool:
     return "glibc.malloc.mmap_max=0" in os.environ.get("GLIBC_TUNABLES", "")
 
 
-def restart_keeping_memory(arguments: list[str]) -> None:
-    """Replaces this process by ``python -m jumar ARGUMENTS`` with :data:`KEEP_MEMORY`, which is read at start only.
+#: Hold both sides to an instruction set; read by ATen, oneDNN, MKL and jumar when they start.
+EMULATE = {
+    "avx2": {
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "DNNL_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "JUMAR_SIMD": "AVX2",
+    }
+}
 
-    Does nothing without glibc, or where the user has set tunables.
+
+def _option(arguments: list[str], name: str) -> str | None:
+    """The value of ``--name value`` or ``--name=value``; None without it."""
+    for index, argument in enumerate(arguments):
+        if argument == name:
+            return (arguments[index + 1 :] or [""])[0]
+        if argument.startswith(f"{name}="):
+            return argument.partition("=")[2]
+    return None
+
+
+def restart_keeping_memory(arguments: list[str]) -> None:
+    """Replaces this process by ``python -m jumar ARGUMENTS`` with what is read at start only.
+
+    That is :data:`KEEP_MEMORY` (not without glibc, not where the user has set tunables, not with ``--step``, whose
+    processes run as training does) and the variables of ``--emulate``.  Does nothing where nothing is missing.
     """
-    if platform.libc_ver()[0] != "glibc" or "GLIBC_TUNABLES" in os.environ:
+    wanted: dict[str, str] = dict(EMULATE.get(_option(arguments, "--emulate") or "", {}))
+    glibc = platform.libc_ver()[0] == "glibc" and "GLIBC_TUNABLES" not in os.environ
+    if glibc and _option(arguments, "--step") is None:
+        wanted["GLIBC_TUNABLES"] = KEEP_MEMORY
+    if all(os.environ.get(name) == value for name, value in wanted.items()):
         return
-    environment = {**os.environ, "GLIBC_TUNABLES": KEEP_MEMORY}
+    environment = {**os.environ, **wanted}
     os.execve(sys.executable, [sys.executable, "-m", "jumar", *arguments], environment)
+
+
+def emulating(name: str) -> bool:
+    """Whether this process was started under the variables of an instruction set."""
+    return all(os.environ.get(key) == value for key, value in EMULATE[name].items())
 
 
 @dataclass

@@ -44,7 +44,10 @@ class Source:
 
 def sliced(x: Tensor) -> Tensor:
     """The same values at every second element of each row."""
-    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+    if x.dim() == 0:
+        return x
+    poison = float("nan") if x.is_floating_point() else -1
+    wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), poison)
     view = wide[..., ::2]
     view.copy_(x)
     return view
@@ -52,7 +55,7 @@ def sliced(x: Tensor) -> Tensor:
 
 def transposed(x: Tensor) -> Tensor:
     """The same values with the first dimension adjacent in memory."""
-    return x.transpose(0, -1).contiguous().transpose(0, -1)
+    return x.transpose(0, -1).contiguous().transpose(0, -1) if x.dim() else x
 
 
 def expanded(x: Tensor) -> Tensor:

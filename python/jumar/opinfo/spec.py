@@ -83,21 +83,28 @@ class Case:
 
 @dataclass(frozen=True)
 class Target:
-    """The speed that is asked of an operator out of cache, forward + backward; 0 where nothing is asked.
+    """The speed that is asked of an operator, forward + backward, on large shapes; 0 where nothing is asked.
 
-    ``percent`` of the limit; ``eager`` and ``inductor``: how many times faster. ``slow_bf16``: the same as ``eager`` for
-    16-bit dtypes on a CPU without bf16 dot products.
+    Attributes:
+        percent: of the limit.
+        eager: how many times faster than eager.
+        inductor: how many times faster than Inductor.
+        bf16: in place of ``eager`` for bf16, on CPUs without and with bf16 dot products.
+        bytes: shapes that move less (forward + backward) are not judged: they fit the cache.
+        flops: shapes that compute less are not judged.
     """
 
     percent: float = 0.0
     eager: float = 0.0
     inductor: float = 0.0
-    slow_bf16: float = 0.0
+    bf16: tuple[float, float] | None = None
+    bytes: float = 0.0
+    flops: float = 0.0
 
 
 #: What moves memory and little else. What multiplies matrices.
-STREAMS = Target(percent=75.0, eager=2.0, inductor=1.0)
-MULTIPLIES = Target(percent=75.0, slow_bf16=10.0)
+STREAMS = Target(percent=75.0, eager=2.0, inductor=1.0, bytes=64e6)
+MULTIPLIES = Target(percent=75.0, bf16=(10.0, 1.0), flops=6e9)
 
 Terms = Callable[..., dict[str, Value]]
 

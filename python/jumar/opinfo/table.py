@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jumar.opinfo import cases, formulas
 from jumar.opinfo.cases import Source
-from jumar.opinfo.spec import Bound, OpInfo
+from jumar.opinfo.spec import MULTIPLIES, STREAMS, Bound, OpInfo
 
 _CLOSE = Bound(half=0.51, single=4.0, double=6.0)
 # rstd is fp32 for 16-bit inputs too. The sum of squares is kept in vector lanes over blocks of 4096 elements: with four
@@ -74,6 +74,12 @@ def _linear_bench(shape: _Shape, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
+def _linear_traffic(shape: _Shape, item: int) -> tuple[float, float]:
+    m, k, n = shape["m"], shape["k"], shape["n"]
+    inputs, result = float(m * k + n * k) * item, float(m * n) * item
+    return inputs + result, inputs + result + result + 2 * inputs
+
+
 def _linear_flops(shape: _Shape) -> tuple[float, float]:
     forward = 2.0 * shape["m"] * shape["k"] * shape["n"]
     return forward, 3.0 * forward
@@ -97,6 +103,7 @@ _TABLE = (
         bench=partial(_norm_bench, inputs=("input",)),
         shapes_file="rms_norm",
         traffic=_passes(2, 3),
+        target=STREAMS,
     ),
     OpInfo(
         name="npu_gemma_rms_norm",
@@ -113,6 +120,7 @@ _TABLE = (
         bench=partial(_norm_bench, inputs=("input",)),
         shapes_file="rms_norm",
         traffic=_passes(2, 3),
+        target=STREAMS,
     ),
     OpInfo(
         name="npu_add_rms_norm",
@@ -137,6 +145,7 @@ _TABLE = (
         bench=partial(_norm_bench, inputs=("x1", "x2")),
         shapes_file="rms_norm",
         traffic=_passes(4, 4),
+        target=STREAMS,
     ),
     OpInfo(
         name="rms_norm_gated",
@@ -159,6 +168,7 @@ _TABLE = (
         bench=partial(_norm_bench, inputs=("input", "gate")),
         shapes_file="rms_norm",
         traffic=_passes(3, 5),
+        target=STREAMS,
     ),
     OpInfo(
         name="npu_swiglu",
@@ -179,6 +189,7 @@ _TABLE = (
         bench=_swiglu_bench,
         shapes_file="swiglu",
         traffic=_passes(3, 5),
+        target=STREAMS,
     ),
     OpInfo(
         name="swiglu_gate_up",
@@ -199,6 +210,7 @@ _TABLE = (
         bench=_gate_up_bench,
         shapes_file="swiglu",
         traffic=_passes(3, 5),
+        target=STREAMS,
     ),
     OpInfo(
         name="npu_rotary_mul",
@@ -216,6 +228,7 @@ _TABLE = (
         shapes_file="rotary",
         constants=("r1", "r2"),
         traffic=_passes(2, 2),
+        target=STREAMS,
     ),
     OpInfo(
         name="npu_linear",
@@ -234,7 +247,9 @@ _TABLE = (
         cases=cases.linear_cases,
         bench=_linear_bench,
         shapes_file="linear",
+        traffic=_linear_traffic,
         flops=_linear_flops,
+        target=MULTIPLIES,
     ),
 )
 
