@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jumar import compat
-from jumar.train import rng
+from jumar.train import pace, rng
 from jumar.train.signals import Stop
 
 compat.apply()
@@ -52,6 +52,7 @@ class JobTrainer(Trainer):
         return super().forward_backward_step(global_valid_tokens=global_valid_tokens.clamp(min=1), **kwargs)
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
+        pace.step_begins()
         self.checkpointer.raise_failed()
         super().train_step(data_iterator)
         if self.config.validator.enable and self.validator.due(self.step):
