@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from jumar import compat
-from jumar.train import durable
+from jumar.train import durable, resume
 from jumar.train.errors import JobError
 from jumar.train.rng import RngState
 
@@ -33,9 +33,6 @@ from torchtitan.components.checkpointer.dcp import CheckpointManager  # noqa: E4
 log = logging.getLogger("jumar.train")
 
 RNG = "rng"
-STAMP = "job.json"
-# Differences in these cannot be resumed over; any other one is said.
-_FIRM = ("model", "lora")
 
 
 def _everywhere(value: Any) -> Any:
@@ -119,7 +116,7 @@ class DurableCheckpoints(CheckpointManager):
                 if self.first:
                     shutil.rmtree(place, ignore_errors=True)
                     place.mkdir(parents=True)
-                    (place / STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
+                    (place / resume.STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
                 if dist.get_world_size() > 1:
                     dist.barrier()
                 self._place = place
@@ -207,68 +204,14 @@ class DurableCheckpoints(CheckpointManager):
 
     def _choose(self, step: int) -> Path | None:
         """The checkpoint to resume from, checked; None to start anew. Runs on the first rank."""
-        root = Path(self.folder)
-        durable.sweep_temporaries(root)
-        if not self.load_only:
-            self._aside_weights_only(root)
-        found = durable.numbered(root)
-        if found and self.resume == "never":
-            raise JobError(
-                f"{root} holds checkpoints up to step {max(found)}, and checkpoint.resume is never; "
-                "remove them or give another job.dump_folder"
-            )
-        if step == -1:
-            chosen = durable.newest_good(root)
-        elif step in found:
-            durable.check_folder(found[step])
-            chosen = found[step]
-        else:
-            known = ", ".join(map(str, found)) or "none"
-            raise JobError(f"checkpoint.load_step = {step}: no such checkpoint in {root} (there: {known})")
-        if chosen is None:
-            if self.resume == "must":
-                raise JobError(f"checkpoint.resume is must, and {root} holds no checkpoint")
-            if self.initial_load_path and (Path(self.initial_load_path) / durable.MANIFEST).is_file():
-                durable.check_folder(Path(self.initial_load_path))
-            return None
-        self._compare(chosen)
-        if not self.load_only:
-            for number, path in found.items():
-                if number > int(chosen.name.removeprefix("step-")):
-                    why = "replaced" if step != -1 else "damaged"
-                    log.warning("%s is kept aside as %s", path, durable.set_aside(path, why).name)
-        log.info("resuming from %s", chosen)
-        return chosen
-
-    def _aside_weights_only(self, root: Path) -> None:
-        """A last checkpoint without optimizer cannot be resumed from; an earlier one with it can."""
-        for path in durable.numbered(root).values():
-            if self._stamp(path).get("model_only"):
-                place = durable.set_aside(path, "weights")
-                log.warning("%s holds the weights only and cannot be resumed from; kept aside as %s", path, place.name)
-
-    @staticmethod
-    def _stamp(path: Path) -> dict[str, Any]:
-        try:
-            return json.loads((path / STAMP).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
-
-    def _compare(self, path: Path) -> None:
-        """Compares a checkpoint's job with this one."""
-        old = self._stamp(path)
-        for name, value in self.stamp.items():
-            if name not in old or old[name] == value:
-                continue
-            if name in _FIRM:
-                raise JobError(
-                    f"checkpoint {path} was written with {name} = {old[name]}, the job has {value}; "
-                    "give another job.dump_folder, or take only its weights by checkpoint.initial_load_path"
-                )
-            log.warning(
-                "%s was written with %s = %s, the job has %s: losses will not be those of an unbroken run",
-                path, name, old[name], value,
-            )
+        return resume.choose(
+            Path(self.folder),
+            step=step,
+            how=self.resume,
+            stamp=self.stamp,
+            initial=Path(self.initial_load_path) if self.initial_load_path else None,
+            load_only=self.load_only,
+        )
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
         states = super()._states_to_load(model_only)
@@ -288,14 +231,4 @@ def _without_adapters(states: dict[str, Any]) -> dict[str, Any]:
     return {name: state for name, state in states.items() if ".lora_a." not in name and ".lora_b." not in name}
 
 
-def refuse_leftovers(root: Path) -> None:
-    """For a job without checkpoints: JobError when the folder holds those of an earlier run."""
-    found = durable.numbered(root)
-    if found:
-        raise JobError(
-            f"{root} holds checkpoints up to step {max(found)} of an earlier run, and checkpoint.enable is false; "
-            "enable it to go on from there, or give another job.dump_folder"
-        )
-
-
-__all__ = ["MODEL", "DurableCheckpoints", "refuse_leftovers"]
+__all__ = ["MODEL", "DurableCheckpoints"]

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
-import statistics
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,16 +10,11 @@ from typing import Any
 import torch
 
 from jumar import compat
-from jumar.train import durable
-from jumar.train.files import replace_file
-from jumar.train.text import duration
+from jumar.train.records import Records
 
 compat.apply()
 
 from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank  # noqa: E402
-
-# Steps whose times give the estimate of what is left.
-_WINDOW = 20
 
 
 class JobMetrics(MetricsProcessor):
@@ -58,23 +48,23 @@ class JobMetrics(MetricsProcessor):
             parallel_dims=self.parallel_dims, pp_schedule=kwargs.get("pp_schedule", "1F1B")
         )
         self.speaks = torch.distributed.get_rank() == rank
-        self.records: list[dict[str, Any]] = []
-        self.earlier: list[dict[str, Any]] = []
+        file = Path(config.jsonl) if self.speaks and config.jsonl else None
+        self.log_file = Records(file, config.steps, label=config.label, progress=config.progress)
         self._pending: dict[str, Any] | None = None
-        self._file = None
         self._last_step = 0
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        return self.log_file.written
+
+    @property
+    def earlier(self) -> list[dict[str, Any]]:
+        return self.log_file.earlier
 
     def resume(self, step: int) -> None:
         """Opens the file of records and drops those after ``step``: a killed run was ahead of its last checkpoint."""
         self._last_step = step
-        if not self.speaks or not self.config.jsonl:
-            return
-        file = Path(self.config.jsonl)
-        self.earlier = [record for record in read(file) if record["step"] <= step]
-        lines = "".join(json.dumps(record) + "\n" for record in self.earlier)
-        with durable.clear_errors(file, "metrics"):
-            replace_file(file, lines)
-            self._file = open(file, "a", encoding="utf-8")
+        self.log_file.resume(step)
 
     def should_log(self, step: int) -> bool:
         """Every ``log_freq`` steps, the first, the last, and those that are evaluated."""
@@ -120,56 +110,13 @@ class JobMetrics(MetricsProcessor):
         record, self._pending = self._pending, None
         if record is None or not self.speaks:
             return
-        self.records.append(record)
-        if self._file is not None:
-            with durable.clear_errors(Path(self.config.jsonl), "metrics"):
-                self._file.write(json.dumps(record) + "\n")
-                self._file.flush()
-        if self.config.progress:
-            self._progress(record)
+        self.log_file.add(record)
 
     def sync(self) -> None:
         """Waits until the records are on the disk."""
-        if self._file is not None:
-            with durable.clear_errors(Path(self.config.jsonl), "metrics"):
-                os.fsync(self._file.fileno())
-
-    def _progress(self, record: dict[str, Any]) -> None:
-        # The first step carries set-up (and compilation), so it says little about the next ones.
-        times = [r["seconds_per_step"] for r in self.records[1:]][-_WINDOW:] or [record["seconds_per_step"]]
-        left = statistics.median(times) * (self.config.steps - record["step"])
-        width = len(str(self.config.steps))
-        held_out = f"val loss {record['validation_loss']:.4f}  " if "validation_loss" in record else ""
-        line = (
-            f"{self.config.label}step {record['step']:{width}}/{self.config.steps}  loss {record['loss']:.4f}  {held_out}"
-            f"grad norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  "
-            f"left {duration(left)}"
-        )
-        if sys.stderr.isatty():
-            end = "\n" if record["step"] >= self.config.steps else ""
-            sys.stderr.write(f"\r\x1b[K{line}{end}")
-        else:
-            sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+        self.log_file.sync()
 
     def close(self) -> None:
         """Closes the records."""
         super().close()
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk was reported where it was found
-                self._file.close()
-            self._file = None
-
-
-def read(file: Path) -> list[dict[str, Any]]:
-    """The records of a file, one a step, in the order of steps; a line that a kill cut short is left out."""
-    try:
-        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return []
-    found: dict[int, dict[str, Any]] = {}
-    for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            record = json.loads(line)
-            found[int(record["step"])] = record
-    return [found[step] for step in sorted(found)]
+        self.log_file.close()

@@ -21,7 +21,7 @@ from rich.console import Console
 import jumar
 from jumar import compat
 from jumar.convert.errors import ConverterError
-from jumar.train import data, durable, export, mapping, plot, rng, summary, tokenizer
+from jumar.train import data, durable, export, mapping, plot, resume, rng, summary, tokenizer
 from jumar.train.errors import JobError
 from jumar.train.job import Job, load
 from jumar.train.signals import stop_on_signals
@@ -195,10 +195,8 @@ def _run(prepared: Prepared, label: str = "") -> dict[str, Any]:
     def dataset(texts: data.Texts | None, section: str) -> str:
         return data.register(texts) if texts is not None else job[section]["dataset"]
 
-    from jumar.train import checkpoints
-
     if not job["checkpoint"]["enable"]:
-        checkpoints.refuse_leftovers(job.dump_folder / job["checkpoint"]["folder"])
+        resume.refuse_leftovers(job.dump_folder / job["checkpoint"]["folder"])
     converters = [name for name in prepared.report.requested if name not in prepared.report.unmatched]
     config = mapping.trainer_config(
         job,
