@@ -206,7 +206,7 @@ def test_keys_go_somewhere():
     from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig
 
     own = {
-        "training": {"dataset", "dataset_path", "seed", "deterministic", "loss_chunks"},
+        "training": {"dataset", "dataset_path", "seed", "deterministic", "loss_chunks", "packing", "too_long", "epochs"},
         "checkpoint": {"export_hf", "export_folder", "resume"},
     }
     for section, target in {

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jumar.train.errors import JobError
-from jumar.train.schema import SECTIONS, Key
+from jumar.train.schema import HF, SECTIONS, Key, elsewhere
 
 _KINDS: dict[str, str] = {
     "int": "a whole number",
@@ -101,12 +101,23 @@ def load(config_file: str, overrides: Iterable[str] = ()) -> Job:
         value = _parse(section, key, text)
         values[section][name] = _check(section, key, value, "command line")
         given.add(f"{section}.{name}")
+    absent = elsewhere(values["model"]["name"] or "")
     for section, keys in SECTIONS.items():
         for key in keys:
-            if key.required and values[section][key.name] in (None, ""):
+            foreign = f"{section}.{key.name}" in absent
+            if key.required and not foreign and values[section][key.name] in (None, ""):
                 raise JobError(f"{config_file}: {section}.{key.name} is missing ({key.text})")
+            if foreign and values[section][key.name] != key.default:
+                raise JobError(f"{config_file}: {section}.{key.name} is nothing for {_engine(values)}")
     _check_profiling(values, config_file)
     return Job(file.resolve(), values, frozenset(given))
+
+
+def _engine(values: dict[str, dict[str, Any]]) -> str:
+    name = values["model"]["name"]
+    if name == HF:
+        return "a Hugging Face folder (model.name = 'hf'): only torchtitan has it"
+    return f"the torchtitan model {name!r}: it goes with model.name = 'hf'"
 
 
 def _check_profiling(values: dict[str, dict[str, Any]], where: str) -> None:

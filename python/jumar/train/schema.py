@@ -30,6 +30,9 @@ class Key:
 
 _DTYPES = ("bfloat16", "float32")
 
+#: The model name that stands for a folder which transformers trains.
+HF = "hf"
+
 SECTIONS: dict[str, tuple[Key, ...]] = {
     "job": (
         Key("config_file", "str", None, "the job file itself; only on the command line"),
@@ -38,13 +41,13 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("print_config", "bool", False, "print the whole torchtitan configuration"),
     ),
     "model": (
-        Key("name", "str", None, "a model of torchtitan: qwen3, llama3, ...", required=True),
-        Key("flavor", "str", None, "a size of that model: debugmodel, 0.6B, ...", required=True),
+        Key("name", "str", None, "a model of torchtitan: qwen3, llama3, ...; hf: the one in hf_assets_path, by transformers", required=True),
+        Key("flavor", "str", None, "a size of that model: debugmodel, 0.6B, ...; not for hf", required=True),
         Key(
             "hf_assets_path",
             "str",
             None,
-            "folder with tokenizer.json; not set: a byte-level BPE is trained on the data",
+            "folder with tokenizer.json; not set: a byte-level BPE is trained on the data. For hf: the model's folder",
             path=True,
         ),
         Key("converters", "strs", [], "fused operators to use; `name?` may match nothing"),
@@ -72,12 +75,21 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("gc_debug", "bool", False, "collect garbage after every step"),
         Key("seed", "int", 0, "of weights and data order"),
         Key("deterministic", "bool", False, "torch.use_deterministic_algorithms"),
+        Key("packing", "bool", False, "hf: fill sequences with several samples, which never see one another"),
+        Key("too_long", "str", "truncate", "hf: what is done with a sample of more than seq_len tokens", ("truncate", "drop")),
+        Key("epochs", "float", None, "hf: passes over the data, in place of `steps`", minimum=0),
         Key("loss_chunks", "int", 1, "jumar: chunks of the sequence for the loss; >1 saves memory", minimum=1),
+    ),
+    "chat": (
+        Key("name", "strs", [], "hf: what stands for {{NAME}} in the data; two: for records of tag zh, and all others"),
+        Key("author", "strs", [], "hf: what stands for {{AUTHOR}}, likewise"),
+        Key("system", "str", None, "hf: system message of samples that have none"),
     ),
     "lora": (
         Key("enable", "bool", False, "train low-rank adapters of linear layers, and nothing else"),
         Key("rank", "int", 8, "rank of the adapters", minimum=1),
         Key("alpha", "float", 16.0, "adapters are scaled by alpha / rank", minimum=0),
+        Key("dropout", "float", 0.0, "hf: of what goes into an adapter", minimum=0),
         Key(
             "target_modules",
             "strs",
@@ -89,6 +101,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("enable", "bool", False, "evaluate on held-out text while training"),
         Key("dataset", "str", "jsonl", "jsonl, or a dataset that torchtitan knows"),
         Key("dataset_path", "str", None, "folder of, or one, JSON-lines file with a `text` field", path=True),
+        Key("part", "float", None, "hf: in place of dataset_path: this part of the training data is held out", minimum=0),
         Key("freq", "int", 10, "steps between evaluations; the last step is evaluated too", minimum=1),
         Key("steps", "int", -1, "batches of local_batch_size an evaluation; -1: the whole set", minimum=-1),
     ),
@@ -197,3 +210,29 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         ),
     ),
 }
+
+# What an engine has nothing for: an error when it is set to anything but its default.
+_TORCHTITAN_ONLY = {
+    "model": ("flavor", "tokenizer_vocab_size"),
+    "training": ("enable_cpu_offload", "gc_freq", "gc_debug", "loss_chunks"),
+    "validation": ("dataset",),
+    "checkpoint": ("initial_load_model_only", "initial_load_in_hf", "last_save_in_hf", "exclude_from_loading", "create_seed_checkpoint"),
+    "metrics": ("enable_tensorboard", "save_tb_folder", "enable_wandb", "save_for_all_ranks", "disable_color_printing"),
+    "activation_checkpoint": ("memory_budget",),
+    "compile": ("components",),
+    "parallelism": tuple(key.name for key in SECTIONS["parallelism"]),
+}
+_HF_ONLY = {
+    "training": ("packing", "too_long", "epochs"),
+    "chat": ("name", "author", "system"),
+    "lora": ("dropout",),
+    "validation": ("part",),
+}
+
+
+def elsewhere(model: str) -> dict[str, Key]:
+    """The keys, as ``section.key``, that the engine which trains ``model`` does not have."""
+    table = _TORCHTITAN_ONLY if model == HF else _HF_ONLY
+    return {
+        f"{section}.{key.name}": key for section, names in table.items() for key in SECTIONS[section] if key.name in names
+    }
