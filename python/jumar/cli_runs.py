@@ -57,3 +57,28 @@ def profile(
             document["operators"] = document["operators"][:top]
         return _print_json(document)
     render.show(found, _console(), top=top, shapes=by_shape, sort=sort)
+
+
+@app.command()
+def report(
+    folder: Annotated[
+        str, typer.Argument(metavar="FOLDER", help="The dump_folder of a run of `jumar train`.")
+    ],
+    output: Annotated[
+        str | None,
+        typer.Option("--output", "-o", help="Where to write; default: report.html in FOLDER."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """One HTML file of a run, made from its files: job, environment, plots, operators, profile, how it ended."""
+    from jumar.train import JobError
+    from jumar.train import report as report_module
+
+    with _user_errors(JobError):
+        try:
+            file = report_module.write(folder, output)
+        except OSError as error:
+            raise UserError(f"{output or folder}: {error.strerror or error}") from error
+    if json:
+        return _print_json({"report": str(file)})
+    _console().print(str(file), soft_wrap=True, markup=False, highlight=False)

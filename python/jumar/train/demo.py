@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jumar.train import plot, runner, summary
+from jumar.train import plot, report, runner, summary
 from jumar.train.errors import JobError
 from jumar.train.text import duration
 
@@ -28,7 +28,7 @@ def compare(
     """Trains the job fused, then ``eager_steps`` steps of it without converters.
 
     Returns:
-        ``fused`` and ``eager`` (documents of :func:`jumar.train.run`), ``ratio`` of their tokens a second, ``plot``.
+        ``fused`` and ``eager`` (documents of :func:`jumar.train.run`), ``ratio`` of their tokens a second, ``plot``, ``page``.
     """
     fused_job = runner.prepare(config_file, overrides)
     steps = fused_job.job["training"]["steps"]
@@ -42,7 +42,7 @@ def compare(
             "model.converters=",
             f"training.steps={min(eager_steps, steps)}",
             f"lr_scheduler.total_steps={fused_job.job['lr_scheduler']['total_steps'] or steps}",
-            f"job.dump_folder={fused_job.job.dump_folder / 'eager'}",
+            f"job.dump_folder={fused_job.job.dump_folder / report.EAGER}",
             f"model.hf_assets_path={fused_job.tokenizer}",
             "checkpoint.enable=false",
             "checkpoint.export_hf=false",
@@ -57,11 +57,13 @@ def compare(
     }
     file = fused_job.job.dump_folder / "loss.png"
     plot.draw(file, curves, f"{fused['model']}, {fused_job.job['training']['mixed_precision_param']}")
+    page = report.again(fused_job.job)  # with the comparison in it
     return {
         "fused": fused,
         "eager": eager,
         "ratio": fused["tokens_per_second"] / eager["tokens_per_second"],
         "plot": str(file),
+        "page": None if page is None else str(page),
     }
 
 
@@ -103,6 +105,8 @@ def conclude(result: dict[str, Any], seconds: float, console: Console) -> None:
         f"[bold]{result['ratio']:.1f}x[/bold]"
     )
     console.print(f"loss plot: {result['plot']}", soft_wrap=True)
+    if result["page"]:
+        console.print(f"report: {result['page']}", soft_wrap=True)
     console.print(f"metrics: {fused['metrics_file']}", soft_wrap=True)
     console.print(f"model, loads in transformers: {fused['hf_folder']}", soft_wrap=True)
     console.print(f"{duration(seconds)} in all")

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from jumar import compat
+from jumar.train.memory import peak, resident
 from jumar.train.records import Records
 
 compat.apply()
@@ -96,6 +97,8 @@ class JobMetrics(MetricsProcessor):
             "seconds_per_step": seconds / steps,
             "tokens_per_second": tokens / seconds,
             "tokens_seen": extra.get("n_tokens_seen"),
+            "memory_bytes": resident(),
+            "peak_memory_bytes": peak(),
         }
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 

@@ -21,7 +21,18 @@ from rich.console import Console
 import jumar
 from jumar import compat
 from jumar.convert.errors import ConverterError
-from jumar.train import data, durable, export, mapping, plot, resume, rng, summary, tokenizer
+from jumar.train import (
+    data,
+    durable,
+    export,
+    mapping,
+    plot,
+    report,
+    resume,
+    rng,
+    summary,
+    tokenizer,
+)
 from jumar.train.errors import JobError
 from jumar.train.job import Job, load
 from jumar.train.signals import stop_on_signals
@@ -168,7 +179,7 @@ def run(config_file: str, overrides: list[str], *, json: bool = False) -> dict[s
         prepared = prepare(config_file, overrides)
         if rank == 0:
             introduce(prepared, world, console)
-        result = _run(prepared)
+        result = _recorded(prepared)
     if rank == 0:
         if json:
             print(json_module.dumps(result, indent=2))
@@ -185,7 +196,18 @@ def train(prepared: Prepared, *, label: str = "") -> dict[str, Any]:
         RuntimeError: a planned converter is absent from what was built, or its operator never ran.
     """
     with _alone(prepared.job):
-        return _run(prepared, label)
+        return _recorded(prepared, label)
+
+
+def _recorded(prepared: Prepared, label: str = "") -> dict[str, Any]:
+    """Trains, and writes the record and the report of the run, however it ends."""
+    with report.recording(prepared.job, rank=ranks()[0], conversion=prepared.report.to_dict()) as record:
+        result = _run(prepared, label)
+        if record is not None:
+            record.finish(result)
+    name = prepared.job["metrics"]["report_file"]
+    result["report_file"] = str(prepared.job.dump_folder / name) if name else None
+    return result
 
 
 def _run(prepared: Prepared, label: str = "") -> dict[str, Any]:
@@ -374,6 +396,7 @@ def conclude(result: dict[str, Any], console: Console) -> None:
     for key, name in (
         ("metrics_file", "metrics"),
         ("plot", "plot"),
+        ("report_file", "report"),
         ("checkpoint_folder", "checkpoints"),
         ("hf_folder", "Hugging Face model"),
     ):

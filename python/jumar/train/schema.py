@@ -157,6 +157,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("disable_color_printing", "bool", False, "no colours in torchtitan's lines"),
         Key("jsonl_file", "str", "metrics.jsonl", "jumar: one record a step; \"\" for none"),
         Key("plot_file", "str", "loss.png", "jumar: plot of the loss; \"\" for none"),
+        Key("report_file", "str", "report.html", "jumar: the run on one page, in one file; \"\" for none"),
     ),
     "profiling": (
         Key("enable_profiling", "bool", False, "write a Chrome trace and a table of operators of some steps"),
