@@ -57,7 +57,9 @@ def linear_cross_entropy(
         ValueError: ``divisor`` with another reduction than ``"sum"``.
     """
     if divisor is not None and reduction != "sum":
-        raise ValueError(f"linear_cross_entropy: divisor goes with reduction 'sum', not {reduction!r}")
+        raise ValueError(
+            f"linear_cross_entropy: divisor goes with reduction 'sum', not {reduction!r}"
+        )
     loss = torch.ops.jumar.linear_cross_entropy(
         input, weight, target, bias, ignore_index, reduction, label_smoothing, z_loss
     )[0]

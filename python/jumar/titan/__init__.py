@@ -2,7 +2,8 @@
 
 With any torchtitan command::
 
-    --override.imports jumar.titan.npu_rms_norm jumar.titan.npu_rope jumar.titan.npu_swiglu jumar.titan.npu_linear
+    --override.imports jumar.titan.npu_rms_norm jumar.titan.npu_rope jumar.titan.npu_swiglu jumar.titan.npu_linear \\
+        jumar.titan.npu_loss
 
 Each name below is an override factory. It turns a node of the model's configuration into the same node of a fused
 module, before anything is built, so the module's sharding, initialisation and place in the model stay, and with them
@@ -17,6 +18,7 @@ from jumar import compat
 
 compat.apply()
 
+from torchtitan.components.loss import BaseLoss  # noqa: E402
 from torchtitan.config.override import _REGISTRY, Override  # noqa: E402
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
@@ -24,6 +26,7 @@ from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE  # noqa: E402
 
 from jumar.titan import modules  # noqa: E402
+from jumar.titan.loss import LossConverter  # noqa: E402
 from jumar.titan.nodes import Converter, install  # noqa: E402
 
 CONVERTERS: dict[str, Converter] = {
@@ -51,6 +54,7 @@ CONVERTERS: dict[str, Converter] = {
             },
         ),
         Converter("npu_linear", "npu_linear", Linear.Config, {Linear.Config: modules.FusedLinear.Config}),
+        LossConverter("npu_loss", "linear_cross_entropy", Linear.Config, {}),
     )
 }
 
@@ -75,9 +79,15 @@ def npu_linear(config: Linear.Config) -> Linear.Config:
     return CONVERTERS["npu_linear"].convert(config)
 
 
+def npu_loss(config: BaseLoss.Config) -> BaseLoss.Config:
+    """Override factory: output head and cross-entropy in one, on ``linear_cross_entropy``."""
+    return CONVERTERS["npu_loss"].convert(config)
+
+
 for _factory in (npu_rms_norm, npu_rope, npu_swiglu, npu_linear):
     install(_REGISTRY, Override, CONVERTERS[_factory.__name__], _factory)
+install(_REGISTRY, Override, CONVERTERS["npu_loss"], npu_loss, target=BaseLoss.Config, fqns=["loss"])
 
 from jumar.titan.plan import count_modules, plan  # noqa: E402
 
-__all__ = ["CONVERTERS", "count_modules", "npu_linear", "npu_rms_norm", "npu_rope", "npu_swiglu", "plan"]
+__all__ = ["CONVERTERS", "count_modules", "npu_linear", "npu_loss", "npu_rms_norm", "npu_rope", "npu_swiglu", "plan"]

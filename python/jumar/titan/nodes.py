@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,15 @@ class Converter:
     operator: str
     target: type
     replacements: dict[type, type]
+
+    def nodes(self, root: Any) -> Iterator[tuple[str, Any]]:
+        """(path, node) of everything to look at."""
+        for path, node, _, _ in root.traverse(self.target, recurse=True):
+            yield path, node
+
+    def built(self, module: Any) -> bool:
+        """True for a module that this converter made."""
+        return isinstance(module, tuple(new._owner for new in self.replacements.values()))
 
     def fused(self, config: Any) -> bool:
         """True for a node that this converter has converted."""
@@ -60,7 +69,15 @@ class Converter:
         return config
 
 
-def install(registry: dict, base: type, converter: Converter, factory: Callable) -> None:
+def install(
+    registry: dict,
+    base: type,
+    converter: Converter,
+    factory: Callable,
+    *,
+    target: type | None = None,
+    fqns: list[str] | None = None,
+) -> None:
     """Registers a factory as a torchtitan override.
 
     All share one name in the check for conflicts, because they may nest (a linear layer in a feed-forward): nodes keep
@@ -70,9 +87,9 @@ def install(registry: dict, base: type, converter: Converter, factory: Callable)
     if key not in registry:
         family = type("FamilyOverride", (base,), {"name": property(lambda self: FAMILY)})
         registry[key] = family(
-            target_cls=converter.target,
+            target_cls=target or converter.target,
             factory=factory,
-            fqns=None,
+            fqns=fqns,
             description=f"{converter.operator} in place of torch's own operations",
             origin_module=factory.__module__,
         )

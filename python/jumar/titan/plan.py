@@ -53,7 +53,7 @@ def plan(config: Any, converters: Iterable[str], *, strict: bool = True) -> Repo
     sites = []
     for name, _ in requested:
         converter = CONVERTERS[name]
-        for path, node, _, _ in root.traverse(converter.target, recurse=True):
+        for path, node in converter.nodes(root):
             reason = converter.obstacle(node)
             sites.append(
                 Site(
@@ -80,14 +80,10 @@ def count_modules(parts: Iterable[nn.Module]) -> Counter[str]:
     """Fused modules in built model parts, by converter. With pipeline parallelism a rank holds its own stages only."""
     from jumar.titan import CONVERTERS
 
-    owners = {
-        converter.name: tuple(fused._owner for fused in converter.replacements.values())
-        for converter in CONVERTERS.values()
-    }
     return Counter(
         name
         for part in parts
         for module in part.modules()
-        for name, fused in owners.items()
-        if isinstance(module, fused)
+        for name, converter in CONVERTERS.items()
+        if converter.built(module)
     )

@@ -83,6 +83,18 @@ def _activation_checkpoint(section: dict[str, Any]) -> Any:
     return None if target is None else _shared(section, target)
 
 
+def _jumar_adamw(stock: Any, section: dict[str, Any]) -> Any:
+    """torchtitan's configuration of optimizers as the one that knows ``jumar_adamw``."""
+    from jumar.titan.optimizer import NAME, Optimizers
+
+    masters = {NAME: {"master_weights": True}} if section["master_weights"] else {}
+    return _shared(
+        {field.name: getattr(stock, field.name) for field in fields(stock)},
+        Optimizers.Config,
+        optimizer_factory_kwargs_by_name=masters,
+    )
+
+
 def trainer_config(
     job: Job,
     spec: Any,
@@ -134,9 +146,18 @@ def trainer_config(
     )
     adam.param_groups[0].optimizer_name = optimizer["name"]
     adam.implementation = optimizer["implementation"]
+    if optimizer["name"] == "jumar_adamw":
+        adam = _jumar_adamw(adam, optimizer)
+    elif optimizer["master_weights"]:
+        raise JobError("optimizer.master_weights is of optimizer.name = 'jumar_adamw'")
     loss: Any = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
     if training["loss_chunks"] > 1:
         loss = ChunkedLossWrapper.Config(loss_fn=loss, num_chunks=training["loss_chunks"])
+    if "npu_loss" in converters and parallelism["tensor_parallel_degree"] > 1:
+        raise JobError(
+            "model.converters: npu_loss needs the whole output head on a process, and "
+            f"parallelism.tensor_parallel_degree = {parallelism['tensor_parallel_degree']} shards it"
+        )
     balancer = parallelism["context_parallel_load_balancer"]
     dump = job.dump_folder
     metrics, checkpoint, held_out = job["metrics"], job["checkpoint"], job["validation"]

@@ -14,6 +14,7 @@ _BACKWARD = {
     "npu_rotary_mul": ("npu_rotary_mul_backward", "rotary_mul_backward"),
     "swiglu_gate_up": ("swiglu_gate_up_backward",),
     "npu_linear": ("npu_linear_backward", "linear_dgrad", "linear_wgrad", "linear_bias_grad"),
+    "linear_cross_entropy": ("linear_cross_entropy_backward",),
 }
 
 
@@ -38,6 +39,27 @@ def rows(report: Report, modules: dict[str, int], calls: dict[str, int]) -> list
                 "modules": modules.get(name, 0),
                 "calls": calls.get(operator, 0),
                 "backward_calls": sum(calls.get(op, 0) for op in _BACKWARD.get(operator, ())),
+            }
+        )
+    return table
+
+
+def site_rows(report: Report, calls: dict[str, int]) -> list[dict[str, Any]]:
+    """The same rows for a converted model, whose report knows every module: ``modules`` is what was replaced."""
+    table = []
+    for name, counts in report.counts().items():
+        used = [s.operator for s in report.sites if s.converter == name and s.status == "replaced"]
+        operators = list(dict.fromkeys(used or [s.operator for s in report.sites if s.converter == name]))
+        table.append(
+            {
+                "converter": name,
+                "operator": ", ".join(operators),
+                "planned": counts["replaced"] + counts["skipped"],
+                "replaced": counts["replaced"],
+                "skipped": counts["skipped"],
+                "modules": counts["replaced"],
+                "calls": sum(calls.get(operator, 0) for operator in operators),
+                "backward_calls": sum(calls.get(op, 0) for o in operators for op in _BACKWARD.get(o, (f"{o}_backward",))),
             }
         )
     return table
