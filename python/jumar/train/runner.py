@@ -35,6 +35,7 @@ from jumar.train import (
 )
 from jumar.train.errors import JobError
 from jumar.train.job import Job, load
+from jumar.train.schema import HF
 from jumar.train.signals import stop_on_signals
 
 
@@ -76,9 +77,16 @@ def _data_ranks(job: Job, world: int) -> int:
     return left
 
 
-def prepare(config_file: str, overrides: list[str]) -> Prepared:
-    """Reads and checks everything that a user can get wrong. JobError for what is wrong."""
+def prepare(config_file: str, overrides: list[str]) -> Any:
+    """Reads and checks everything that a user can get wrong. JobError for what is wrong.
+
+    Returns :class:`Prepared`, or that of :mod:`jumar.train.hf.run` for a Hugging Face folder.
+    """
     job = load(config_file, overrides)
+    if job["model"]["name"] == HF:
+        from jumar.train.hf import run as hf
+
+        return hf.prepare(job)
     try:
         compat.apply()
     except compat.ShimError as error:
@@ -116,6 +124,15 @@ def prepare(config_file: str, overrides: list[str]) -> Prepared:
     return Prepared(job, spec, report, texts, folder, size, config, held_out)
 
 
+def talk() -> None:
+    """Lets what training has to say be seen on standard error."""
+    log = logging.getLogger("jumar.train")
+    if not log.handlers:
+        log.addHandler(handler := logging.StreamHandler())
+        handler.setFormatter(logging.Formatter("jumar train: %(message)s"))
+    log.setLevel(logging.INFO)
+
+
 @contextlib.contextmanager
 def _process(world: int) -> Iterator[None]:
     """What torchrun would set for a single process; leaves torch's and Python's global state as it was."""
@@ -132,11 +149,7 @@ def _process(world: int) -> Iterator[None]:
             "MASTER_PORT": str(port),
         }
         os.environ.update(added)
-    talk = logging.getLogger("jumar.train")
-    if not talk.handlers:
-        talk.addHandler(handler := logging.StreamHandler())
-        handler.setFormatter(logging.Formatter("jumar train: %(message)s"))
-    talk.setLevel(logging.INFO)
+    talk()
     root = logging.getLogger()
     level, collecting = root.level, gc.isenabled()
     threaded = torch.autograd.is_multithreading_enabled()
@@ -219,6 +232,10 @@ def _run(prepared: Prepared, label: str = "") -> dict[str, Any]:
 
     if not job["checkpoint"]["enable"]:
         resume.refuse_leftovers(job.dump_folder / job["checkpoint"]["folder"])
+    if job["model"]["name"] == HF:
+        from jumar.train.hf import run as hf
+
+        return hf.train(prepared, label)
     converters = [name for name in prepared.report.requested if name not in prepared.report.unmatched]
     config = mapping.trainer_config(
         job,
@@ -273,7 +290,7 @@ def _train(trainer: Any, prepared: Prepared, world: int) -> dict[str, Any]:
         "resumed_from": str(resumed_from) if resumed_from else None,
         "losses": [record["loss"] for record in records],
         "records": records,
-        "tokens_per_second": _speed(records),
+        "tokens_per_second": speed(records),
         "operators": operators,
         "calls": calls,
         "report": report.to_dict(),
@@ -287,17 +304,22 @@ def _train(trainer: Any, prepared: Prepared, world: int) -> dict[str, Any]:
         "hf_folder": None if interrupted else _export(trainer, prepared),
         "plot": None,
     }
-    records = earlier + records
-    if records and job["metrics"]["plot_file"] and torch.distributed.get_rank() == 0:
-        file = job.dump_folder / job["metrics"]["plot_file"]
-        points = [(record["step"], record["loss"]) for record in records]
-        curves = {"loss": points}
-        held_out = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
-        if held_out:
-            curves["validation loss"] = held_out
-        plot.draw(file, curves, f"{result['model']}: loss")
-        result["plot"] = str(file)
+    if torch.distributed.get_rank() == 0:
+        result["plot"] = draw_losses(job, result["model"], earlier + records)
     return result
+
+
+def draw_losses(job: Job, model: str, records: list[dict[str, Any]]) -> str | None:
+    """Draws the plot of a run; returns its file, or None where there is nothing to draw or no plot is wanted."""
+    if not records or not job["metrics"]["plot_file"]:
+        return None
+    file = job.dump_folder / job["metrics"]["plot_file"]
+    curves = {"loss": [(record["step"], record["loss"]) for record in records]}
+    held_out = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+    if held_out:
+        curves["validation loss"] = held_out
+    plot.draw(file, curves, f"{model}: loss")
+    return str(file)
 
 
 def _sum(counts: dict[str, int], world: int, groups: int) -> dict[str, int]:
@@ -331,7 +353,7 @@ def _verify(operators: list[dict[str, Any]]) -> None:
             )
 
 
-def _speed(records: list[dict[str, Any]]) -> float | None:
+def speed(records: list[dict[str, Any]]) -> float | None:
     """The median over the steps; the first one, which carries set-up, is left out."""
     speeds = [record["tokens_per_second"] for record in records]
     return statistics.median(speeds[1:] or speeds) if speeds else None
@@ -362,17 +384,25 @@ def introduce(prepared: Prepared, world: int, console: Console) -> None:
     job = prepared.job
     if job["job"]["description"]:
         console.print(job["job"]["description"], style="bold")
+    if job["model"]["name"] == HF:
+        console.print(prepared.summary())
+    else:
+        console.print(_summary(prepared, world))
+    if prepared.report.requested:
+        console.print(prepared.report)
+
+
+def _summary(prepared: Prepared, world: int) -> str:
+    job = prepared.job
     training = job["training"]
     documents = f"{len(prepared.texts.documents):,} documents" if prepared.texts else training["dataset"]
-    console.print(
+    return (
         f"{job['model']['name']} {job['model']['flavor']}, vocabulary {prepared.spec.model.vocab_size:,} "
         f"(tokenizer {prepared.vocab:,}), {documents}, {training['steps']} steps of "
         f"{training['local_batch_size']} x {training['seq_len']} tokens a rank, "
         f"{training['mixed_precision_param']}, {world} process{'es' if world > 1 else ''}, "
         f"SIMD {jumar.simd_target()}"
     )
-    if prepared.report.requested:
-        console.print(prepared.report)
 
 
 def conclude(result: dict[str, Any], console: Console) -> None:
@@ -398,7 +428,8 @@ def conclude(result: dict[str, Any], console: Console) -> None:
         ("plot", "plot"),
         ("report_file", "report"),
         ("checkpoint_folder", "checkpoints"),
+        ("adapter_folder", "adapters"),
         ("hf_folder", "Hugging Face model"),
     ):
-        if result[key]:
+        if result.get(key):
             console.print(f"{name}: {result[key]}", soft_wrap=True)

@@ -1,0 +1,163 @@
+"""The model of a Hugging Face folder: loaded, given adapters, converted to fused operators, checked."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import jumar
+from jumar.convert.errors import ConverterError
+from jumar.convert.report import Report
+from jumar.train.errors import JobError
+from jumar.train.job import Job, nearest
+
+log = logging.getLogger("jumar.train")
+
+ALL = "all-linear"
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The folder's tokenizer, with a padding token.
+
+    Raises:
+        JobError: there is none, or it is not a fast one (which says where in the text a token stands).
+    """
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # transformers raises many kinds
+        text = " ".join(str(error).split())
+        raise JobError(f"model.hf_assets_path {folder}: no tokenizer can be loaded from it: {text[:300]}") from error
+    if not tokenizer.is_fast:
+        raise JobError(f"model.hf_assets_path {folder}: the tokenizer is not a fast one (tokenizer.json)")
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise JobError(f"model.hf_assets_path {folder}: the tokenizer has neither a pad_token nor an eos_token")
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_config(folder: Path) -> Any:
+    """The folder's configuration. JobError where there is none, or one that transformers does not know."""
+    import transformers
+
+    if not (folder / "config.json").is_file():
+        raise JobError(f"model.hf_assets_path {folder}: no config.json in it")
+    try:
+        return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        raise JobError(f"{folder / 'config.json'}: {error}") from error
+
+
+def check_sizes(job: Job, config: Any, tokenizer: Any, folder: Path) -> None:
+    """JobError when the tokenizer has tokens that the model has no row for, or sequences are longer than its positions."""
+    text = config.get_text_config()
+    last = max(tokenizer.get_vocab().values(), default=-1)
+    if last >= text.vocab_size:
+        raise JobError(
+            f"tokenizer and model disagree: {folder} has token ids up to {last}, the model's vocabulary is {text.vocab_size}"
+        )
+    longest = getattr(text, "max_position_embeddings", None)
+    if longest and job["training"]["seq_len"] > longest:
+        raise JobError(f"training.seq_len = {job['training']['seq_len']} is more than the model's {longest}")
+
+
+def load(job: Job, folder: Path) -> nn.Module:
+    """The model in ``training.dtype``, with adapters when the job has them; without weights in the folder, random ones.
+
+    Raises:
+        JobError: transformers cannot load it; it is no language model; a name of ``lora.target_modules`` matches nothing.
+    """
+    from jumar import models
+
+    training = job["training"]
+    dtype = getattr(torch, training["dtype"])
+    if not any(folder.glob("*.safetensors*")) and not any(folder.glob("pytorch_model*")):
+        log.warning("%s holds no weights: the model starts from random ones (training.seed)", folder)
+    try:
+        model = models.load(folder, seed=training["seed"], dtype=dtype)
+    except Exception as error:
+        raise JobError(f"model.hf_assets_path {folder}: {error}") from error
+    if not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
+        raise JobError(f"model.hf_assets_path {folder}: {type(model).__name__} has no head that predicts tokens")
+    torch.manual_seed(training["seed"])
+    return _adapted(job, model) if job["lora"]["enable"] else model
+
+
+def _adapted(job: Job, model: nn.Module) -> nn.Module:
+    try:
+        import peft
+    except ImportError as error:
+        raise JobError(f"lora.enable: peft is missing: {error}") from error
+    section = job["lora"]
+    head = model.get_output_embeddings()
+    linear = {
+        name.rsplit(".", 1)[-1]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    wanted = section["target_modules"]
+    if not wanted:
+        raise JobError("lora.target_modules is empty: nothing would be trained")
+    for name in wanted if wanted != [ALL] else []:
+        if name not in linear:
+            known = sorted(linear)
+            hint = nearest(name, [*known, ALL])
+            raise JobError(f"lora.target_modules: no layer is called {name!r}{hint} (known: {', '.join(known)}, {ALL})")
+    config = peft.LoraConfig(
+        task_type=peft.TaskType.CAUSAL_LM,
+        r=section["rank"],
+        lora_alpha=section["alpha"],
+        lora_dropout=section["dropout"],
+        target_modules=ALL if wanted == [ALL] else wanted,
+    )
+    return peft.get_peft_model(model, config)
+
+
+def convert(job: Job, model: nn.Module) -> Report:
+    """Switches the model to the job's converters, layers inside of adapters and the adapters themselves included.
+
+    Raises:
+        JobError: an unknown converter, or one that is not optional and matches nothing.
+    """
+    names = job["model"]["converters"]
+    plain = [name.rstrip("?") for name in names]
+    twice = next((name for name in plain if plain.count(name) > 1), None)
+    if twice:
+        raise JobError(f"model.converters: {twice!r} is listed twice")
+    try:
+        return jumar.convert(model, names, strict=True)
+    except ConverterError as error:
+        raise JobError(f"model.converters: {error}") from error
+
+
+def check_packing(model: nn.Module, planes: int) -> None:
+    """Packs two short documents and compares the second one's logits with those that it has alone.
+
+    Raises:
+        JobError: they differ: the model does not keep packed documents apart.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    first, second = (torch.arange(size) * 7 % min(vocabulary, 97) for size in (5, 3))
+    ids = torch.cat([first, second])[None]
+    positions = torch.cat([torch.arange(5), torch.arange(3)])[None]
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            packed = model(
+                input_ids=ids, position_ids=positions.expand(planes, -1, -1) if planes else positions, use_cache=False
+            ).logits[0, 5:]
+            alone = model(input_ids=second[None], use_cache=False).logits[0]
+    finally:
+        model.train(training)
+    close = 1e-3 if packed.dtype == torch.float32 else 5e-2
+    if not torch.allclose(packed.float(), alone.float(), rtol=close, atol=close * float(alone.abs().max())):
+        raise JobError(
+            f"training.packing: {type(model).__name__} lets packed documents see one another; set packing to false"
+        )
