@@ -11,6 +11,7 @@ from jumar.ops.loss import (
     npu_cross_entropy_loss,
     npu_cross_entropy_loss_backward,
 )
+from jumar.ops.optimizer import npu_apply_adam_w
 from jumar.ops.rms_norm import (
     npu_add_rms_norm,
     npu_gemma_rms_norm,
@@ -25,6 +26,7 @@ from jumar.ops.ulp_error import ulp_error
 __all__ = [
     "linear_cross_entropy",
     "npu_add_rms_norm",
+    "npu_apply_adam_w",
     "npu_cross_entropy_loss",
     "npu_cross_entropy_loss_backward",
     "npu_gemma_rms_norm",

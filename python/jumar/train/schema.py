@@ -106,13 +106,14 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("steps", "int", -1, "batches of local_batch_size an evaluation; -1: the whole set", minimum=-1),
     ),
     "optimizer": (
-        Key("name", "str", "AdamW", "the optimizer", ("AdamW", "Adam")),
+        Key("name", "str", "AdamW", "the optimizer", ("AdamW", "Adam", "jumar_adamw")),
         Key("lr", "float", 8e-4, "learning rate", minimum=0),
         Key("beta1", "float", 0.9, "decay of the first moment", minimum=0),
         Key("beta2", "float", 0.95, "decay of the second moment", minimum=0),
         Key("eps", "float", 1e-8, "added to the denominator", minimum=0),
         Key("weight_decay", "float", 0.1, "weight decay", minimum=0),
         Key("implementation", "str", "fused", "torch's form of the step", ("for-loop", "foreach", "fused")),
+        Key("master_weights", "bool", False, "jumar_adamw: step fp32 copies of bf16 weights, with fp32 moments"),
     ),
     "lr_scheduler": (
         Key("warmup_steps", "int", 200, "steps of linear warm-up; more than `steps` is cut", minimum=0),

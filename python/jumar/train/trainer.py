@@ -18,6 +18,8 @@ compat.apply()
 
 from torchtitan.trainer import Trainer  # noqa: E402
 
+from jumar.titan.optimizer import clipping  # noqa: E402
+
 
 class JobTrainer(Trainer):
     """A step is: train, evaluate when due, write its record, save when due.
@@ -54,7 +56,8 @@ class JobTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
         pace.step_begins()
         self.checkpointer.raise_failed()
-        super().train_step(data_iterator)
+        with clipping(self.optimizers):
+            super().train_step(data_iterator)
         if self.config.validator.enable and self.validator.due(self.step):
             self.validator.validate(self.model_parts, self.step)
         self.metrics_processor.commit()
