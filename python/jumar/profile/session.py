@@ -55,9 +55,11 @@ class Settings:
             for name in ("repeat", "skip_first", "skip_first_wait")
             if getattr(self, f"profiler_{name}") is not None
         }
-        return torch.profiler.schedule(
-            wait=wait, warmup=self.profiler_warmup, active=self.profiler_active, **more
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that without a warm-up the first recorded step is slower: it was asked for
+            return torch.profiler.schedule(
+                wait=wait, warmup=self.profiler_warmup, active=self.profiler_active, **more
+            )
 
     def recorded(self, first: int, last: int) -> bool:
         """Whether any step from ``first`` to ``last`` (counted from 1) is recorded."""
@@ -101,6 +103,8 @@ class StepProfiler:
     def __enter__(self) -> StepProfiler:
         if not self.settings.enable_profiling:
             return self
+        for left in self.folder.glob(f"iteration_*/.*.rank{self.rank}_*"):  # by a killed run
+            left.unlink(missing_ok=True)
         os.environ.setdefault(*_QUIET)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():

@@ -21,8 +21,8 @@ class OperatorRow:
     Attributes:
         kind: fused, torch or autograd, see :attr:`jumar.profile.trace.Call.kind`.
         shapes: where rows are by shape.
-        self_us: without, total_us: with the operators that it calls. A call within one of the same operator adds to
-            self_us alone.
+        self_us: without, total_us: with the operators that it calls. A call within one of the same operator is part of
+            that one: it adds to self_us alone.
         share: percent of the time of the steps that is self_us.
         min_us, avg_us, max_us: of a call, with what it calls.
         bytes, flops: of all calls; None where any call's is unknown, flops also where memory is all that counts.
@@ -128,14 +128,15 @@ def table(trace: Trace, *, by_shape: bool = False, limits: Limits | None = None)
     known: dict[tuple[str, str], Cost | None] = {}
     rows = []
     for (name, shapes), calls in groups.items():
-        row = OperatorRow(name, calls[0].kind, shapes, calls=len(calls))
-        row.self_us = sum(call.own for call in calls)
         outermost = [call for call in calls if call.outermost]
+        row = OperatorRow(name, calls[0].kind, shapes, calls=len(outermost))
+        row.self_us = sum(call.own for call in calls)
         row.total_us = sum(call.duration for call in outermost)
         row.share = 100 * row.self_us / trace.wall if trace.wall > 0 else 0.0
-        durations = [call.duration for call in calls]
-        row.min_us, row.max_us = min(durations), max(durations)
-        row.avg_us = sum(durations) / len(durations)
+        if outermost:  # by shape, an operator may call itself with shapes that it never has otherwise
+            durations = [call.duration for call in outermost]
+            row.min_us, row.max_us = min(durations), max(durations)
+            row.avg_us = sum(durations) / len(durations)
         _judge(row, [_cost(call, known) for call in outermost], limits)
         rows.append(row)
     found = OperatorTable(
