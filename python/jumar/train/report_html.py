@@ -330,4 +330,5 @@ def _data(run: dict[str, Any]) -> str:
 
 
 def _finite(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    """JSON has no infinities and no NaN: they are strings."""
+    return {k: json.dumps(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
