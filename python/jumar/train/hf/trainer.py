@@ -115,7 +115,6 @@ class JobTrainer(transformers.Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The Trainer's; notes loss and tokens."""
         if self._handled != self.state.global_step:
-            pace.step_begins()
             self._handled = self.state.global_step
             self._loss = torch.zeros(())
         tokens = int(inputs.pop("tokens"))
