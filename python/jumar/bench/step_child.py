@@ -100,8 +100,8 @@ def main(argv: list[str]) -> int:
     config, overrides = argv[2], argv[3:]
     from jumar.train import runner
     from jumar.train.errors import JobError
-    from jumar.train.records import read
     from jumar.train.pace import set_hook
+    from jumar.train.records import read
 
     turns = Turns(reader, writer)
     set_hook(turns)
