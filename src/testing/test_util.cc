@@ -249,6 +249,8 @@ void ForEachSimdTarget(const std::function<void(const std::string&)>& body) {
   EXPECT_TRUE(any) << "JUMAR_TEST_TARGETS=\"" << only << "\" names no usable target";
 }
 
+bool SmallTests() { return std::getenv("JUMAR_TEST_SMALL") != nullptr; }
+
 void WithThreads(int threads, const std::function<void()>& body) {
   const int before = omp_get_max_threads();
   omp_set_num_threads(threads);

@@ -69,6 +69,11 @@ double ExpectUlp(const Buffer& actual, const std::vector<double>& expected, doub
 // variable JUMAR_TEST_TARGETS, names separated by spaces, picks some of them.
 void ForEachSimdTarget(const std::function<void(const std::string&)>& body);
 
+// True where JUMAR_TEST_SMALL is set, as make test-arm does: an emulator is some 30 to 300 times slower than a CPU.
+// Tests then leave out what repeats the same code on more data; each dtype, layout, tail and block border still has its
+// case.
+bool SmallTests();
+
 // Runs body with the given OpenMP thread count.
 void WithThreads(int threads, const std::function<void()>& body);
 

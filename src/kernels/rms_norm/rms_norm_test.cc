@@ -127,6 +127,7 @@ void Check(const Case& c, uint64_t seed) {
 TEST(RmsNorm, MatchesTheOracle) {
   ForEachSimdTarget([&](const std::string&) {
     uint64_t seed = 1;
+    Kind long_kind = Kind::kPlain;  // in small tests: each dtype has many rows with another kind
     for (const DType dtype : FloatDTypes()) {
       for (const Kind kind : {Kind::kPlain, Kind::kOnePlus, Kind::kGated, Kind::kAdd}) {
         for (const int64_t cols : {1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 64, 127, 300}) {
@@ -137,8 +138,10 @@ TEST(RmsNorm, MatchesTheOracle) {
         Check({kind, dtype, dtype, {2, 1, 3, 129}, {}}, seed++);
         // Long rows cross the block of the row sum; many rows cross the chunks of dgamma.
         Check({kind, dtype, dtype, {3, 4099}, {}}, seed++);
-        Check({kind, dtype, dtype, {700, 65}, {}}, seed++);
+        if (!SmallTests() || kind == long_kind) Check({kind, dtype, dtype, {700, 65}, {}}, seed);
+        ++seed;
       }
+      long_kind = static_cast<Kind>(static_cast<int>(long_kind) + 1);
     }
   });
 }
@@ -192,7 +195,7 @@ TEST(RmsNorm, GammaOfTwoDimensions) {
 TEST(RmsNorm, SameForEveryThreadCount) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     std::vector<std::vector<double>> first;
-    for (const int threads : {1, 2, 3, 5}) {
+    for (const int threads : SmallTests() ? std::vector<int>{1, 3} : std::vector<int>{1, 2, 3, 5}) {
       Buffer x(dtype, {1000, 96}), dy(dtype, {1000, 96}), gamma(dtype, {96}), y(dtype, {1000, 96}),
           dx(dtype, {1000, 96});
       Buffer rstd(DType::kF32, {1000, 1}), dgamma(DType::kF32, {96});

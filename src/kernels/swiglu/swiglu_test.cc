@@ -5,18 +5,28 @@
 #include <limits>
 
 #include "kernels/swiglu/swiglu_ref.h"
+#include "kernels/swiglu/swiglu_simd.h"
 #include "testing/test_util.h"
 
 namespace jumar::testing {
 namespace {
 
-// The reference, in long double and rounded to double once.
+// The reference: in long double, rounded to double once, where results are fp64; for the other dtypes double has 29
+// bits to spare (and long double is slow, in an emulator most of all).
 struct Ref {
   using L = long double;
-  static double Swiglu(L gate, L up) { return static_cast<double>(ref::Swiglu(gate, up)); }
-  static double Dup(L grad, L gate) { return static_cast<double>(ref::SwigluDup(grad, gate)); }
-  static double Dgate(L grad, L gate, L up) { return static_cast<double>(ref::SwigluDgate(grad, gate, up)); }
-  static double DgateSize(L grad, L gate, L up) { return static_cast<double>(ref::SwigluDgateSize(grad, gate, up)); }
+  explicit Ref(DType dtype) : wide(dtype == DType::kF64) {}
+  double Swiglu(double gate, double up) const {
+    return wide ? static_cast<double>(ref::Swiglu<L>(gate, up)) : ref::Swiglu(gate, up);
+  }
+  double Dup(double grad, double gate) const {
+    return wide ? static_cast<double>(ref::SwigluDup<L>(grad, gate)) : ref::SwigluDup(grad, gate);
+  }
+  double Dgate(double grad, double gate, double up) const {
+    return wide ? static_cast<double>(ref::SwigluDgate<L>(grad, gate, up)) : ref::SwigluDgate(grad, gate, up);
+  }
+  double DgateSize(double grad, double gate, double up) const { return ref::SwigluDgateSize(grad, gate, up); }
+  bool wide;
 };
 
 // The bounds of docs/ops/npu_swiglu.md in ulps of the output dtype. dgate has an additional part relative to the size
@@ -53,7 +63,8 @@ std::vector<double> Expected(int64_t n, const F& f) {
 }
 
 void CheckForward(const Buffer& gate, const Buffer& up, const Buffer& out, const std::string& what) {
-  const auto expected = Expected(out.numel(), [&](int64_t i) { return Ref::Swiglu(gate.Get(i), up.Get(i)); });
+  const Ref ref(out.view().dtype);
+  const auto expected = Expected(out.numel(), [&](int64_t i) { return ref.Swiglu(gate.Get(i), up.Get(i)); });
   ExpectUlp(out, expected, BoundsOf(out.view().dtype).out, what);
   out.CheckRedZones(what);
 }
@@ -62,11 +73,12 @@ void CheckBackward(const Buffer& grad, const Buffer& gate, const Buffer& up, con
                    const std::string& what) {
   const DType dtype = gate.view().dtype;
   const Bounds bounds = BoundsOf(dtype);
-  const auto expected_dup = Expected(dup.numel(), [&](int64_t i) { return Ref::Dup(grad.Get(i), gate.Get(i)); });
+  const Ref ref(dtype);
+  const auto expected_dup = Expected(dup.numel(), [&](int64_t i) { return ref.Dup(grad.Get(i), gate.Get(i)); });
   ExpectUlp(dup, expected_dup, bounds.dup, what + " dup");
   for (int64_t i = 0; i < dgate.numel(); ++i) {
-    const double e = Ref::Dgate(grad.Get(i), gate.Get(i), up.Get(i));
-    const double size = Ref::DgateSize(grad.Get(i), gate.Get(i), up.Get(i));
+    const double e = ref.Dgate(grad.Get(i), gate.Get(i), up.Get(i));
+    const double size = ref.DgateSize(grad.Get(i), gate.Get(i), up.Get(i));
     const double limit = bounds.dgate * UlpSize(dtype, e) + bounds.dgate_terms * size + 2 * UlpSize(DType::kF32, 0);
     ASSERT_LE(std::abs(dgate.Get(i) - e), limit)
         << what << " dgate[" << i << "] of " << Describe(dgate.view()) << ": got " << dgate.Get(i) << ", expected " << e
@@ -102,11 +114,14 @@ TEST(Swiglu, EverySizeDtypeTarget) {
 TEST(Swiglu, EveryGate) {
   ForEachSimdTarget([](const std::string&) {
     for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
-      const int64_t n = 65536;
+      // A small test takes every 7th value.
+      const int64_t step = SmallTests() ? 7 : 1;
+      const int64_t n = 65536 / step;
+      const Ref ref(dtype);
       Buffer gate(dtype, {n}), up(dtype, {n}), grad(dtype, {n});
       gate.Fill([&](int64_t i) {
-        if (dtype == DType::kF32) return (static_cast<double>(i) - 32768) * 0.00314;
-        uint16_t bits = static_cast<uint16_t>(i);
+        if (dtype == DType::kF32) return (static_cast<double>(i * step) - 32768) * 0.00314;
+        const auto bits = static_cast<uint16_t>(i * step);
         const double v = LoadAsDouble(&bits, dtype, 0);
         return std::isfinite(v) ? v : 1.0;
       });
@@ -120,9 +135,9 @@ TEST(Swiglu, EveryGate) {
         // e^-|gate| is subnormal below -87.3 and keeps an absolute error of 2^-149 there; for 16 bits it is 0 below
         // -88.7, so what is lost is at most 89 e^-88.7.
         const double floor = g > -87 ? 0 : dtype == DType::kF32 ? 0x1p-148 * std::abs(g) : 0x1p-121;
-        const double y = Ref::Swiglu(g, up.Get(i));
+        const double y = ref.Swiglu(g, up.Get(i));
         ASSERT_LE(std::abs(out.Get(i) - y), BoundsOf(dtype).out * UlpSize(dtype, y) + floor) << "gate " << g;
-        const double d = Ref::Dup(grad.Get(i), g);
+        const double d = ref.Dup(grad.Get(i), g);
         if (std::isinf(RoundTo(dtype, d))) continue;
         ASSERT_LE(std::abs(dup.Get(i) - d), BoundsOf(dtype).dup * UlpSize(dtype, d) + 2 * floor) << "gate " << g;
       }
@@ -130,8 +145,8 @@ TEST(Swiglu, EveryGate) {
       for (int64_t i = 0; i < n; ++i) {
         const double g = gate.Get(i);
         if (std::abs(g) > 1e4) continue;
-        const double e = Ref::Dgate(grad.Get(i), g, up.Get(i));
-        const double size = Ref::DgateSize(grad.Get(i), g, up.Get(i));
+        const double e = ref.Dgate(grad.Get(i), g, up.Get(i));
+        const double size = ref.DgateSize(grad.Get(i), g, up.Get(i));
         const double floor = g > -87 ? 0 : dtype == DType::kF32 ? 0x1p-147 * std::abs(g) : 0x1p-120;
         ASSERT_LE(std::abs(dgate.Get(i) - e),
                   BoundsOf(dtype).dgate * UlpSize(dtype, e) + BoundsOf(dtype).dgate_terms * size + floor)
@@ -141,10 +156,13 @@ TEST(Swiglu, EveryGate) {
   });
 }
 
-// Above 16 MB outputs are streamed; odd offsets exercise the unaligned start and end.
+// Above 16 MB outputs are streamed; odd offsets exercise the unaligned start and end. A small test asks for streaming
+// itself.
 TEST(Swiglu, StreamedOutputs) {
   for (const DType dtype : FloatDTypes()) {
-    const int64_t n = (int64_t{16} << 20) / static_cast<int64_t>(SizeOf(dtype)) + 37;
+    const bool small = SmallTests();
+    const int64_t n = small ? 3037 : (int64_t{16} << 20) / static_cast<int64_t>(SizeOf(dtype)) + 37;
+    const Ref ref(dtype);
     const Case few(dtype, {1021}, 5);
     Buffer gate(dtype, {n}), up(dtype, {n}), grad(dtype, {n});
     gate.Fill([&](int64_t i) { return few.gate.Get(i % 1021); });
@@ -153,13 +171,20 @@ TEST(Swiglu, StreamedOutputs) {
     const Buffer out(dtype, {n}), dgate(dtype, {n}), dup(dtype, {n});
     ForEachSimdTarget([&](const std::string& target) {
       if (target == "AVX3_SPR" || target == "AVX3_ZEN4") return;  // same code as AVX3
-      Swiglu("swiglu_gate_up", gate.view(), up.view(), out.view());
-      SwigluBackward("swiglu_gate_up_backward", grad.view(), gate.view(), up.view(), dgate.view(), dup.view());
+      if (small) {
+        const auto data = [](const Buffer& b) { return b.view().data; };
+        SwigluBlock(dtype, data(gate), data(up), data(out), n, true);
+        SwigluBackwardBlock(dtype, data(grad), data(gate), data(up), data(dgate), data(dup), n, true);
+        StreamFence();
+      } else {
+        Swiglu("swiglu_gate_up", gate.view(), up.view(), out.view());
+        SwigluBackward("swiglu_gate_up_backward", grad.view(), gate.view(), up.view(), dgate.view(), dup.view());
+      }
       const Bounds bounds = BoundsOf(dtype);
       for (int64_t i = 0; i < n; i += i < 9000 || i > n - 9000 ? 1 : 97) {
-        const double y = Ref::Swiglu(gate.Get(i), up.Get(i));
+        const double y = ref.Swiglu(gate.Get(i), up.Get(i));
         ASSERT_LE(std::abs(out.Get(i) - y), bounds.out * UlpSize(dtype, y)) << i;
-        const double d = Ref::Dup(grad.Get(i), gate.Get(i));
+        const double d = ref.Dup(grad.Get(i), gate.Get(i));
         ASSERT_LE(std::abs(dup.Get(i) - d), bounds.dup * UlpSize(dtype, d)) << i;
       }
       out.CheckRedZones("out");
@@ -176,7 +201,9 @@ TEST(Swiglu, PackedOverEveryDim) {
   ForEachSimdTarget([](const std::string&) {
     for (const DType dtype : FloatDTypes()) {
       for (int dim = 0; dim < 3; ++dim) {
-        for (const std::vector<int64_t>& shape : {std::vector<int64_t>{4, 6, 10}, {2, 2, 2}, {6, 700, 4}}) {
+        // The last has several blocks along dim 0 and a long row along dim 1.
+        for (const std::vector<int64_t>& shape :
+             {std::vector<int64_t>{4, 6, 10}, {2, 2, 2}, {6, SmallTests() ? 350 : 700, 4}}) {
           Buffer input(dtype, shape), dinput(dtype, shape);
           input.FillRandom(static_cast<uint64_t>(dim) + 3, 2.0);
           std::vector<int64_t> half = shape;
@@ -216,6 +243,7 @@ TEST(Swiglu, AnyStrides) {
       const Case base(dtype, shape, 11);
       for (size_t i = 0; i < layouts.size(); ++i) {
         for (const size_t j : {i, (i + 3) % layouts.size()}) {
+          if (SmallTests() && (i == j) != (i % 2 == 0)) continue;
           const auto& gate_strides = layouts[i];
           const auto& grad_strides = layouts[j];
           Buffer gate(dtype, shape, gate_strides), grad(dtype, shape, grad_strides);
@@ -243,7 +271,7 @@ TEST(Swiglu, ZeroSizes) {
 TEST(Swiglu, SameForEveryThreadCount) {
   const Case c(DType::kBF16, {37, 5000}, 3);
   std::vector<double> first;
-  for (const int threads : {1, 2, 5}) {
+  for (const int threads : SmallTests() ? std::vector<int>{1, 3} : std::vector<int>{1, 2, 5}) {
     const Buffer out(DType::kBF16, {37, 5000}), dgate(DType::kBF16, {37, 5000}), dup(DType::kBF16, {37, 5000});
     WithThreads(threads, [&] {
       Swiglu("swiglu_gate_up", c.gate.view(), c.up.view(), out.view());
@@ -339,12 +367,13 @@ TEST(Swiglu, EveryRowHasItsOwnGradient) {
   packed.Fill([](int64_t i) { return 0.25 * static_cast<double>(i) - 1; });
   grad.Fill([](int64_t i) { return 1 + static_cast<double>(i); });
   const Buffer dpacked(DType::kF32, {3, 4});
+  const Ref ref(DType::kF32);
   SwigluPackedBackward(grad.view(), packed.view(), 1, dpacked.view());
   for (int64_t row = 0; row < 3; ++row) {
     for (int64_t j = 0; j < 2; ++j) {
       const double g = packed.Get(row * 4 + j), u = packed.Get(row * 4 + 2 + j), y = grad.Get(row * 2 + j);
-      EXPECT_NEAR(dpacked.Get(row * 4 + j), Ref::Dgate(y, g, u), 1e-5);
-      EXPECT_NEAR(dpacked.Get(row * 4 + 2 + j), Ref::Dup(y, g), 1e-5);
+      EXPECT_NEAR(dpacked.Get(row * 4 + j), ref.Dgate(y, g, u), 1e-5);
+      EXPECT_NEAR(dpacked.Get(row * 4 + 2 + j), ref.Dup(y, g), 1e-5);
     }
   }
 }
