@@ -15,7 +15,8 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from jumar import cli, compat  # noqa: E402
+from hf_util import write_hf_job  # noqa: E402
+from jumar import cli, compat, profile  # noqa: E402
 from jumar.train import JobError, pace, report, report_plots, runner  # noqa: E402
 from jumar.train.durable import RunLock  # noqa: E402
 from train_util import no_sleep, write_job  # noqa: E402
@@ -162,6 +163,24 @@ def test_again_from_the_files(run, tmp_path, capsys):
             cli.main(["report", str(place)])
         captured = capsys.readouterr()
         assert stop.value.code == 2 and captured.err.startswith(f"jumar report: {place}: {message}")
+
+
+def test_other_engine(tmp_path):
+    """The same files from transformers' Trainer."""
+    folder = tmp_path / "out"
+    result = _run(
+        write_hf_job(tmp_path), "training.steps=4", "profiling.enable_profiling=true", "profiling.profile_freq=3",
+        "profiling.profiler_warmup=1",
+    )  # fmt: skip
+    assert [p.name for p in (folder / "profiling" / "traces").iterdir()] == ["iteration_3"]
+    rows = {row.operator: row for row in profile.table(profile.read(folder)).rows}
+    linear = next(row for row in result["operators"] if row["operator"] == "npu_linear")
+    assert rows["jumar::npu_linear"].calls == linear["calls"] / 4 and rows["jumar::npu_linear"].percent > 0
+    page = check(folder / "report.html")
+    assert "finished after step 4" in page.words and "jumar::linear_dgrad" in page.words
+    numbers = [repr(v) for r in result["records"] for v in r.values() if isinstance(v, int | float)]
+    assert set(numbers) <= set(page.values) and result["records"][0]["memory_bytes"] > 1e6
+    assert json.loads((folder / "run.json").read_text())["engine"] == "transformers"
 
 
 def test_stopped_and_resumed(run, tmp_path):

@@ -214,7 +214,9 @@ def train(prepared: Prepared, *, label: str = "") -> dict[str, Any]:
 
 def _recorded(prepared: Prepared, label: str = "") -> dict[str, Any]:
     """Trains, and writes the record and the report of the run, however it ends."""
-    with report.recording(prepared.job, rank=ranks()[0], conversion=prepared.report.to_dict()) as record:
+    engine = "transformers" if prepared.job["model"]["name"] == HF else "torchtitan"
+    conversion = prepared.report.to_dict()
+    with report.recording(prepared.job, rank=ranks()[0], engine=engine, conversion=conversion) as record:
         result = _run(prepared, label)
         if record is not None:
             record.finish(result)

@@ -138,8 +138,6 @@ def _check(job: Job) -> None:
     mode = job["activation_checkpoint"]["mode"]
     if mode not in ("none", "full"):
         raise JobError(f"activation_checkpoint.mode = {mode!r}: a Hugging Face folder has none and full")
-    if job["profiling"]["enable_profiling"]:
-        raise JobError("profiling.enable_profiling is nothing for a Hugging Face folder (model.name = 'hf')")
     if job["optimizer"]["name"] == "jumar_adamw":
         try:
             import jumar.optim  # noqa: F401

@@ -12,10 +12,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from jumar.profile import Settings, StepProfiler, profiling
 from jumar.train import durable, pace, resume, rng, schedule
 from jumar.train.errors import JobError
 from jumar.train.hf.chat import IGNORED
 from jumar.train.job import Job
+from jumar.train.memory import peak, resident
 from jumar.train.records import Records
 from jumar.train.signals import Stop
 
@@ -89,6 +91,7 @@ class JobTrainer(transformers.Trainer):
     def __init__(self, job: Job, steps: int, records: Records, stamp: dict[str, Any], held_out: Any, **kwargs: Any):
         self.job, self.records, self.stamp, self.held_out = job, records, stamp, held_out
         self.stop = Stop()
+        self.session = StepProfiler(Settings(enable_profiling=False), job.dump_folder)
         self.resumed_from: Path | None = None
         self._norm: float | None = None
         self._handled = -1
@@ -210,6 +213,7 @@ class JobTrainer(transformers.Trainer):
             self._save_checkpoint(self.model, None)
         if asked:
             self.control.should_training_stop = True
+        self.session.step()
 
     def _record(self, step: int, validation_loss: float | None) -> None:
         now = time.perf_counter()
@@ -224,6 +228,8 @@ class JobTrainer(transformers.Trainer):
             "seconds_per_step": seconds / steps,
             "tokens_per_second": self._tokens / seconds,
             "tokens_seen": self.state.num_input_tokens_seen,
+            "memory_bytes": resident(),
+            "peak_memory_bytes": peak(),
         }
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
@@ -274,6 +280,10 @@ class JobTrainer(transformers.Trainer):
 
     def run(self) -> None:
         """Trains from the beginning, or from the checkpoint that :meth:`begin` chose."""
+        with profiling(self.job["profiling"], self.job.dump_folder, step=self._done) as self.session:
+            self._run()
+
+    def _run(self) -> None:
         if self.resumed_from is None:
             self.train()
             return
