@@ -37,6 +37,9 @@ EVENTS = [
     # sum calls itself: its time is there once
     event("aten::sum", 400, 10, dims=[[4, 8], []], types=[FP32, ""]),
     event("aten::sum", 402, 6, dims=[[4, 8], [], [], []], types=[FP32, "ScalarList", "Scalar", ""]),
+    # on two processes: half of the rows are here
+    event("jumar::npu_swiglu", 600, 30, dims=[[4, 8], []], types=[FP32, "Scalar"]),
+    event("jumar::npu_swiglu", 620, 8, dims=[[2, 8], []], types=[FP32, "Scalar"]),
     event("aten::add", 500, 5, dims=[[4], [4]], types=["long int", "long int"]),
     # at the same time in another thread
     event("MulBackward0", 100, 50, tid=2),
@@ -84,6 +87,9 @@ def test_table_by_hand(trace):
     # 2 MFLOP in 10 us: 200 GFLOP/s on a machine that does 100
     assert product.flops == 2e6 and product.gflop_per_s == pytest.approx(200)
     assert product.bound == "flops" and product.percent == pytest.approx(200)
+    shared = found["jumar::npu_swiglu"]
+    assert (shared.calls, shared.total_us, shared.self_us) == (1, 30, 30)
+    assert shared.bytes == 4 * (16 + 8) and shared.gb_per_s == pytest.approx(96 / 8e-6 * 1e-9)
     total = found["aten::sum"]
     assert (total.calls, total.total_us, total.self_us, total.bytes) == (1, 10, 10, 4 * 33)
     assert found["aten::add"].bytes is None and found["aten::add"].percent is None  # integers
@@ -237,6 +243,35 @@ def test_trace_that_cannot_be_written_is_a_warning(tmp_path, caplog, quick):
         torch.ones(3).exp()
         taken.step()
     assert "the profile of step 1 is not whole" in caplog.text and taken.traces == []
+
+
+@pytest.mark.parametrize("name", ["torch", "jumar"])
+def test_optimizers_have_a_cost(tmp_path, quick, name):
+    """dtypes of tensors in lists are noted, as torch does not record them."""
+    weights = [torch.randn(64, 5, requires_grad=True), torch.randn(7, requires_grad=True)]
+    if name == "jumar":
+        from jumar.optim import AdamW, clip_grad_norm_
+
+        optimizer, operator = AdamW(weights), "jumar::adamw_"
+    else:
+        optimizer, operator = torch.optim.AdamW(weights, fused=True), "aten::_fused_adamw_"
+    with profile.profiling(profile.Settings(profile_freq=1, profiler_warmup=0), tmp_path) as taken:
+        sum(w.square().sum() for w in weights).backward()
+        if name == "jumar":
+            clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        taken.step()
+    found = rows(profile.table(profile.read(taken.traces[0])))
+    assert found[operator].bytes == 4 * 327 * 7 and found[operator].percent > 0
+    if name == "jumar":
+        assert found["jumar::grad_power_sums"].bytes == 4 * 327
+    half = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+    mixed = torch.optim.AdamW([{"params": weights}, {"params": [half]}], fused=True)
+    half.grad = torch.zeros_like(half)
+    with profile.profiling(profile.Settings(profile_freq=1, profiler_warmup=0), tmp_path / "mixed") as taken:
+        mixed.step()
+        taken.step()
+    assert rows(profile.table(profile.read(taken.traces[0])))["aten::_fused_adamw_"].bytes is None
 
 
 def test_schedules():

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jumar.opinfo.costs import Arg, Cost, Formula
+from jumar.opinfo.costs import Arg, Cost, Formula, _adamw
 
 
 def _product(a: Arg, b: Arg, extra: float = 0.0) -> Cost:
@@ -138,6 +138,8 @@ ATEN_COSTS: dict[str, Formula] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
     **{name: _pointwise for name in (*_UNARY.split(), *_BINARY.split())},
     **{f"{name}_": _in_place for name in (*_UNARY.split(), *_BINARY.split())},
+    "_fused_adam_": _adamw,
+    "_fused_adamw_": _adamw,
     "addcmul_": _in_place,
     "addcdiv_": _in_place,
     "lerp_": _in_place,

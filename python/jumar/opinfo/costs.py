@@ -170,6 +170,68 @@ def _bias_grad(dy: Arg, *_: Any) -> Cost:
     return Cost(dy.bytes + dy.shape[-1] * dy.item)
 
 
+def _head_loss(x: Arg, weight: Arg, target: Arg, bias: Arg | None = None, *_: Any) -> Cost:
+    """As if no target were ignored: which ones are is data, which no shape tells. Logits need not move."""
+    classes, inputs = weight.shape
+    tokens = x.numel // max(1, inputs)
+    moved = x.bytes + weight.bytes + target.bytes + tokens * max(4, x.item) + (bias.bytes if bias else 0)
+    return Cost(moved, 2.0 * tokens * inputs * classes, x.dtype)
+
+
+def _head_loss_backward(
+    grad: Arg, x: Arg, weight: Arg, target: Arg, bias: Arg | None, lse: Arg, logits: Arg, *options: Any
+) -> Cost:
+    """The products that are needed for a gradient; computing logits once more is the operator's own choice."""
+    forward = _head_loss(x, weight, target, bias)
+    need_input, need_weight, need_bias = options[-3:]
+    if not all(isinstance(need, bool) for need in (need_input, need_weight, need_bias)):
+        raise LookupError("need_input")
+    moved = forward.bytes + grad.bytes
+    moved += x.dense * need_input + weight.dense * need_weight + (bias.dense if bias and need_bias else 0)
+    return Cost(moved, forward.flops * (need_input + need_weight), x.dtype)
+
+
+def _class_loss(x: Arg, target: Arg, weight: Arg | None = None, *_: Any) -> Cost:
+    """The log-probabilities are a result."""
+    return Cost(x.bytes + x.dense + target.bytes + (weight.bytes if weight else 0))
+
+
+def _class_loss_backward(grad: Arg, log_prob: Arg, target: Arg, weight: Arg | None = None, *_: Any) -> Cost:
+    return Cost(grad.bytes + log_prob.bytes + target.bytes + log_prob.numel * grad.item + (weight.bytes if weight else 0))
+
+
+def _adamw(params: list[Arg], grads: list[Arg], first: list[Arg], second: list[Arg], masters: Any = (), *_: Any) -> Cost:
+    """Parameters, moments and copies are read and written, gradients read."""
+    written = [*params, *first, *second, *(masters or ())]
+    return Cost(sum(2 * t.dense for t in written) + sum(t.bytes for t in grads))
+
+
+def _adamw_one(var: Arg, m: Arg, v: Arg, grad: Arg, largest: Arg | None = None, *_: Any) -> Cost:
+    moved = _adamw([var], [grad], [m], [v]).bytes
+    return Cost(moved + (largest.bytes if largest else 0))
+
+
+def _power_sums(grads: list[Arg], *_: Any) -> Cost:
+    return Cost(sum(t.bytes for t in grads))
+
+
+def _scale(grads: list[Arg], *_: Any) -> Cost:
+    return Cost(sum(2 * t.dense for t in grads))
+
+
+#: Operators in Python that call others of jumar: those have the cost.
+COMPOSITES = ("npu_apply_adam_w",)
+
+#: The arguments of an optimizer's step that are lists, whose dtypes traces do not record -> ``params`` or ``states``, the
+#: keys under which :mod:`jumar.profile` keeps them. Other lists stay without a dtype.
+OPTIMIZER_LISTS: dict[str, tuple[str, ...]] = {
+    "jumar::adamw_": ("params", "params", "states", "states", "states"),
+    "jumar::grad_power_sums": ("params",),
+    "jumar::scale_grads_": ("params",),
+    "aten::_fused_adam_": ("params", "params", "states", "states", "states"),
+    "aten::_fused_adamw_": ("params", "params", "states", "states", "states"),
+}
+
 #: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,
 #: lists of tensors lists of them; what a trace does not record (strings, floats that were left out) is None.
 FUSED_COSTS: dict[str, Formula] = {
@@ -193,6 +255,14 @@ FUSED_COSTS: dict[str, Formula] = {
     "linear_wgrad": _wgrad,
     "linear_bias_grad": _bias_grad,
     "npu_linear_backward": _linear_backward,
+    "linear_cross_entropy": _head_loss,
+    "linear_cross_entropy_backward": _head_loss_backward,
+    "npu_cross_entropy_loss": _class_loss,
+    "npu_cross_entropy_loss_backward": _class_loss_backward,
+    "adamw_": _adamw,
+    "apply_adam_w_": _adamw_one,
+    "grad_power_sums": _power_sums,
+    "scale_grads_": _scale,
 }
 
 

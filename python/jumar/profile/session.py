@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from jumar.bench.limits import Limits, measure
 from jumar.profile.table import table
@@ -68,9 +69,13 @@ class Settings:
 
 
 class _Profile(torch.profiler.profile):
-    """torch's profiler, which notes the limits of the machine in each trace."""
+    """torch's profiler, which notes in each trace the limits of the machine, and the dtypes that an optimizer works on.
+
+    Of tensors in lists, as optimizers take them, torch records shapes alone.
+    """
 
     limits: Limits
+    dtypes: dict[str, str]
 
     def prepare_trace(self) -> None:
         with warnings.catch_warnings():
@@ -78,8 +83,34 @@ class _Profile(torch.profiler.profile):
             super().prepare_trace()
 
     def start_trace(self) -> None:
+        self.dtypes = {}
         super().start_trace()
-        self.add_metadata_json(METADATA, json.dumps({"limits": asdict(self.limits)}))
+
+    def stop_trace(self) -> None:
+        notes = {"limits": asdict(self.limits), "optimizer": self.dtypes}
+        self.add_metadata_json(METADATA, json.dumps(notes))
+        super().stop_trace()
+
+    def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Called after every step of every optimizer: ``params`` and ``states``, where each has one dtype."""
+        if self.current_action not in _RECORD:
+            return
+        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        states = [
+            value
+            for p in params
+            for value in optimizer.state.get(p, {}).values()
+            if isinstance(value, torch.Tensor) and value.dim() > 0
+        ]
+        found = {
+            "params": {t.dtype for p in params for t in (p, p.grad)},
+            "states": {state.dtype for state in states},
+        }
+        for name, dtypes in found.items():
+            names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+            if name in self.dtypes:  # of an earlier step, or another optimizer
+                names.add(self.dtypes[name])
+            self.dtypes[name] = names.pop() if len(names) == 1 else ""
 
 
 class StepProfiler:
@@ -119,6 +150,7 @@ class StepProfiler:
         self._profiler.limits = measure(quick=True)
         self._profiler.step_num = self.first
         self._profiler.current_action = self._profiler.schedule(self.first)
+        self._hook = register_optimizer_step_post_hook(self._profiler.note)
         self._profiler.__enter__()
         return self
 
@@ -127,6 +159,7 @@ class StepProfiler:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
+        self._hook.remove()
         # Between two steps, the next one has not begun: a window without steps is nothing to write.
         if not any(error) and not self._recorded:
             profiler.on_trace_ready = None

@@ -6,11 +6,13 @@ import csv
 import io
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import torch
+
 from jumar.bench.limits import Limits
-from jumar.opinfo.costs import Cost, cost
+from jumar.opinfo.costs import OPTIMIZER_LISTS, Cost, cost
 from jumar.profile.trace import Call, Trace
 
 
@@ -26,8 +28,9 @@ class OperatorRow:
         share: percent of the time of the steps that is self_us.
         min_us, avg_us, max_us: of a call, with what it calls.
         bytes, flops: of all calls; None where any call's is unknown, flops also where memory is all that counts.
-        gb_per_s, gflop_per_s: these by total_us.
-        percent: of the limit: the least time that the machine needs for these bytes and FLOPs, by total_us.
+        gb_per_s, gflop_per_s: these by the time of the calls that do the work: all but those that only call the operator
+            again, on the part of a distributed tensor that is here.
+        percent: of the limit: the least time that the machine needs for these bytes and FLOPs, by the same time.
         bound: ``bytes`` or ``flops``, which of both sets that least time.
     """
 
@@ -126,6 +129,7 @@ def table(trace: Trace, *, by_shape: bool = False, limits: Limits | None = None)
     for call in trace.calls:
         groups.setdefault((call.name, call.shapes if by_shape else ""), []).append(call)
     known: dict[tuple[str, str], Cost | None] = {}
+    dtypes = _optimizer_dtypes(trace)
     rows = []
     for (name, shapes), calls in groups.items():
         outermost = [call for call in calls if call.outermost]
@@ -137,7 +141,9 @@ def table(trace: Trace, *, by_shape: bool = False, limits: Limits | None = None)
             durations = [call.duration for call in outermost]
             row.min_us, row.max_us = min(durations), max(durations)
             row.avg_us = sum(durations) / len(durations)
-        _judge(row, [_cost(call, known) for call in outermost], limits)
+        working = [call for call in calls if call.innermost]
+        seconds = 1e-6 * sum(call.duration for call in working)
+        _judge(row, [_cost(call, known, dtypes) for call in working], seconds, limits)
         rows.append(row)
     found = OperatorTable(
         str(trace.file), len(trace.steps), trace.wall, None if limits is None else asdict(limits), rows
@@ -156,20 +162,30 @@ def _limits(recorded: dict[str, Any] | None) -> Limits | None:
         return None  # of another version of jumar
 
 
-def _cost(call: Call, known: dict[tuple[str, str], Cost | None]) -> Cost | None:
+def _optimizer_dtypes(trace: Trace) -> dict[str, torch.dtype]:
+    """dtypes of ``params`` and ``states``, where the trace says so."""
+    noted = trace.metadata.get("optimizer")
+    found = {k: getattr(torch, v, None) for k, v in noted.items() if isinstance(v, str)} if isinstance(noted, dict) else {}
+    return {name: dtype for name, dtype in found.items() if isinstance(dtype, torch.dtype)}
+
+
+def _cost(call: Call, known: dict[tuple[str, str], Cost | None], dtypes: dict[str, torch.dtype]) -> Cost | None:
     if call.arguments is None:
         return None
     key = (call.name, repr(call.arguments))
     if key not in known:
-        known[key] = cost(call.name, call.arguments)
+        arguments = list(call.arguments)
+        for index, role in enumerate(OPTIMIZER_LISTS.get(call.name, ())):
+            if index < len(arguments) and isinstance(arguments[index], list):
+                arguments[index] = [replace(arg, dtype=dtypes.get(role)) for arg in arguments[index]]
+        known[key] = cost(call.name, arguments)
     return known[key]
 
 
-def _judge(row: OperatorRow, costs: list[Cost | None], limits: Limits | None) -> None:
+def _judge(row: OperatorRow, costs: list[Cost | None], seconds: float, limits: Limits | None) -> None:
     """Fills in bytes, FLOPs, rates and the part of the limit: all of them are of every call, or left out."""
-    if not costs or any(found is None for found in costs) or row.total_us <= 0:
+    if not costs or any(found is None for found in costs) or seconds <= 0:
         return
-    seconds = row.total_us * 1e-6
     if all(found.bytes is not None for found in costs):
         row.bytes = sum(found.bytes for found in costs)
         row.gb_per_s = row.bytes / seconds * 1e-9

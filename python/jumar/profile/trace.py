@@ -57,6 +57,8 @@ class Call:
         duration: with everything that it calls.
         own: without the operators that it calls.
         outermost: no call of the same operator is around it.
+        innermost: it calls no operator of its own name. Distributed tensors call the operator on what this process holds
+            of them: the innermost call is the one that works, and its shapes are those that are worked on.
         arguments: in the order of the schema, see :func:`jumar.opinfo.costs.cost`; None when shapes were not recorded.
         shapes: the same for people: ``bfloat16[2, 256, 512] x bfloat16[512, 512]``.
     """
@@ -66,6 +68,7 @@ class Call:
     duration: float
     own: float
     outermost: bool
+    innermost: bool
     arguments: list[Any] | None
     shapes: str
 
@@ -193,8 +196,10 @@ def _nest(events: list[tuple[float, float, dict[str, Any]]]) -> list[Call]:
         while around and around[-1][0] <= start:
             around.pop()
         arguments, shapes = _arguments(event.get("args"))
-        outermost = all(call.name != name for _, call in around)
-        call = Call(name, start, duration, duration, outermost, arguments, shapes)
+        same = [call for _, call in around if call.name == name]
+        for call in same:
+            call.innermost = False
+        call = Call(name, start, duration, duration, not same, True, arguments, shapes)
         if around:
             end, parent = around[-1]
             parent.own = max(0.0, parent.own - min(duration, end - start))
