@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import random
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -215,3 +218,64 @@ def test_two_runs_in_one_folder(forks, job, tmp_path):
     assert run["status"] == 2
     assert f"{tmp_path} is in use by another run (process {os.getpid()} on " in run["output"]
     assert [p.name for p in tmp_path.iterdir()] == [durable.LOCK]
+
+
+# Two processes.
+
+
+def _children(process: int) -> list[int]:
+    """The ids of a process's children."""
+    tasks = Path(f"/proc/{process}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def _two(job: Path, overrides: list[str], *, kill: tuple[int, str] | None = None) -> tuple[int, str]:
+    """`torchrun -m jumar train`; ``kill`` sends a signal once the output has a text. Returns status and output."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "jumar", "train"]
+    command += [f"--job.config_file={job}", *(f"--{o}" for o in overrides)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    output = ""
+    try:
+        for line in run.stdout:
+            output += line
+            if kill and kill[1] in line:
+                # torchrun hands a signal on to its processes; it cannot do so with this one.
+                ended = [run.pid, *_children(run.pid)] if kill[0] == signal.SIGKILL else [run.pid]
+                for process in ended:
+                    os.kill(process, kill[0])
+                kill = None
+        return run.wait(60), output
+    finally:
+        for process in [*_children(run.pid), run.pid] if run.poll() is None else []:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        run.wait()
+        run.stdout.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["data", "tensor", "pipeline"])
+def test_two_processes_resume(job, tmp_path, layout):
+    if not LONG:
+        pytest.skip("long; set JUMAR_LONG_TESTS=1")
+    degree = {"data": "parallelism.data_parallel_shard_degree=2"}.get(layout, f"parallelism.{layout}_parallel_degree=2")
+    more = ["model.flavor=tiny_untied", degree, *(["lora.enable=true"] if layout == "tensor" else [])]
+    whole, broken, stopped = (tmp_path / name for name in ("whole", "broken", "stopped"))
+    status, output = _two(job, [*_options(whole), *more])
+    assert status == 0, output
+    options = [*_options(broken, *SAVE), *more]
+    status, output = _two(job, options, kill=(signal.SIGKILL, "step 5/"))
+    assert status == -signal.SIGKILL, output
+    status, output = _two(job, options)
+    assert status == 0 and "resuming from" in output, output
+    assert _result(broken) == _result(whole)
+    _no_leftovers(broken)
+    options = [*_options(stopped, "checkpoint.enable=true"), *more]
+    status, output = _two(job, options, kill=(signal.SIGTERM, "step 3/"))
+    assert "SIGTERM: ended after step" in output, output
+    status, output = _two(job, options)
+    assert status == 0, output
+    assert _result(stopped) == _result(whole)

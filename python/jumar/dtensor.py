@@ -56,6 +56,8 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> list:
     cases.append(case(last, _R, Shard(0), Shard(0)))
     if not has_bias:
         cases.append(case(Partial(), last, Shard(1), None))
+        # The second of two low-rank products under row-wise parallelism.
+        cases.append(case(Partial(), Partial(), _R, None))
     return cases
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import statistics
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -124,12 +125,20 @@ def prepare(config_file: str, overrides: list[str]) -> Any:
     return Prepared(job, spec, report, texts, folder, size, config, held_out)
 
 
+class _Voice(logging.Handler):
+    """Writes to what is standard error at that time."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"jumar train: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+_VOICE = _Voice()
+
+
 def talk() -> None:
     """Lets what training has to say be seen on standard error."""
     log = logging.getLogger("jumar.train")
-    if not log.handlers:
-        log.addHandler(handler := logging.StreamHandler())
-        handler.setFormatter(logging.Formatter("jumar train: %(message)s"))
+    log.addHandler(_VOICE)  # once, however often it is called
     log.setLevel(logging.INFO)
 
 
