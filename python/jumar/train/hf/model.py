@@ -18,6 +18,7 @@ from jumar.train.job import Job, nearest
 log = logging.getLogger("jumar.train")
 
 ALL = "all-linear"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -28,6 +29,9 @@ def load_tokenizer(folder: Path) -> Any:
     """
     import transformers
 
+    # Without files transformers may make up an empty one.
+    if not any((folder / name).is_file() for name in _TOKENIZERS):
+        raise JobError(f"model.hf_assets_path {folder}: no tokenizer in it ({', '.join(_TOKENIZERS)})")
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # transformers raises many kinds

@@ -131,6 +131,8 @@ class JobTrainer(transformers.Trainer):
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The Trainer's. A model that cannot be told how many labels the step has gets its mean loss weighted here."""
+        # With a cache, which some configurations ask for in a part of theirs, transformers does not look for documents.
+        inputs = {**inputs, "use_cache": False}
         # The first label is always ignored, so that this is the number that the model counts after its shift.
         here = (inputs["labels"] != IGNORED).sum()
         if self.model_accepts_loss_kwargs or num_items_in_batch is None:
