@@ -32,6 +32,9 @@ lr = 3e-3
 eps = 1e-6
 [lr_scheduler]
 warmup_steps = 2
+[metrics]
+report_file = ""
+plot_file = ""
 """
 
 

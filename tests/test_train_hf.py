@@ -51,7 +51,7 @@ def _run(job: Path, out: Path, *overrides: str) -> dict:
 @pytest.fixture(scope="module")
 def runs(job, tmp_path_factory) -> dict[str, dict]:
     out = tmp_path_factory.mktemp("runs")
-    held_out = ("validation.enable=true", "validation.part=0.2", "validation.freq=4")
+    held_out = ("validation.enable=true", "validation.part=0.2", "validation.freq=4", "metrics.plot_file=loss.png")
     return {
         "fused": _run(job, out / "fused", *held_out),
         "eager": _run(job, out / "eager", *held_out, "model.converters="),
@@ -147,7 +147,7 @@ def test_packed_losses_are_those_of_single_documents(folders, tmp_path, family, 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_and_padded_step(folders, job, tmp_path, family):
     """A step on all of the data has one loss and one gradient norm, however it is laid out."""
-    more = [f"model.hf_assets_path={folders[family]}", "training.steps=1", "checkpoint.export_hf=false", "metrics.plot_file="]
+    more = [f"model.hf_assets_path={folders[family]}", "training.steps=1", "checkpoint.export_hf=false"]
     rows = len(runner.prepare(str(job), [*more, "training.packing=true"]).rows)
     packed = _run(job, tmp_path / "packed", *more, "training.packing=true", f"training.local_batch_size={rows}")
     padded = _run(job, tmp_path / "padded", *more, "training.local_batch_size=24")
@@ -167,7 +167,7 @@ def test_packing_that_a_model_does_not_honour_is_an_error(folders):
 @pytest.mark.parametrize("family", ["qwen3", "qwen2_5_vl"])
 def test_accumulation_weighs_every_label_alike(folders, job, tmp_path, family):
     """Four samples one by one, two by two, or at once. Qwen2.5-VL cannot be told how many labels a step has."""
-    more = [f"model.hf_assets_path={folders[family]}", "training.steps=3", "checkpoint.export_hf=false", "metrics.plot_file="]
+    more = [f"model.hf_assets_path={folders[family]}", "training.steps=3", "checkpoint.export_hf=false"]
     results = [
         _run(job, tmp_path / str(local), *more, f"training.local_batch_size={local}", "training.global_batch_size=4")
         for local in (1, 2, 4)
@@ -183,7 +183,7 @@ def test_every_family_with_everything(folders, job, tmp_path, family):
     """Packed, with adapters, recomputed, in bf16; fused as far as there are operators."""
     result = _run(
         job, tmp_path / "out", f"model.hf_assets_path={folders[family]}", "training.steps=2", "training.packing=true",
-        "lora.enable=true", "activation_checkpoint.mode=full", "training.mixed_precision_param=bfloat16", "metrics.plot_file=",
+        "lora.enable=true", "activation_checkpoint.mode=full", "training.mixed_precision_param=bfloat16",
     )
     assert result["steps"] == 2 and all(4 < loss < 8 for loss in result["losses"])
     assert all(row["replaced"] and row["calls"] for row in result["operators"])

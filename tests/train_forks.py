@@ -5,6 +5,7 @@ Importing torch and torchtitan takes seconds. One process imports them and forks
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -18,12 +19,15 @@ CALLS = ("fsync", "rename", "open", "mkdir")
 
 
 class Forks:
-    """``with Forks() as forks: forks.run(job, ["training.steps=3"])``."""
+    """``with Forks() as forks: forks.run(job, ["training.steps=3"])``; ``modules`` are imported once, before any fork."""
+
+    def __init__(self, *modules: str):
+        self.modules = modules
 
     def __enter__(self) -> Forks:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         self.server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, __file__, *self.modules], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         return self
 
@@ -129,6 +133,8 @@ def _serve() -> None:
             setattr(sys.modules[module], attribute, value)
 
     no_sleep(Patch)
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     folder = Path(tempfile.mkdtemp())
     for line in sys.stdin:
         request = json.loads(line)

@@ -120,7 +120,7 @@ def prepare(job: Job) -> Prepared:
     stamp = {
         **mapping.stamp(job, SimpleNamespace(digest=records.digest(found))),
         "model": f"hf {type(loaded).__name__} {hashlib.sha256((folder / 'config.json').read_bytes()).hexdigest()[:16]}",
-        **{f"training.{name}": training[name] for name in ("packing", "too_long", "steps")},
+        **{f"training.{name}": training[name] for name in ("packing", "too_long")},
     }
     return Prepared(job, report, folder, tokenizer, loaded, data, rows, held_out, stamp, random)
 
