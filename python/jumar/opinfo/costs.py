@@ -200,8 +200,15 @@ def _class_loss_backward(grad: Arg, log_prob: Arg, target: Arg, weight: Arg | No
     return Cost(grad.bytes + log_prob.bytes + target.bytes + log_prob.numel * grad.item + (weight.bytes if weight else 0))
 
 
+def _recorded(tensors: list[Arg]) -> None:
+    """Long lists are empty in a trace."""
+    if not tensors:
+        raise LookupError("list")
+
+
 def _adamw(params: list[Arg], grads: list[Arg], first: list[Arg], second: list[Arg], masters: Any = (), *_: Any) -> Cost:
     """Parameters, moments and copies are read and written, gradients read."""
+    _recorded(params)
     written = [*params, *first, *second, *(masters or ())]
     return Cost(sum(2 * t.dense for t in written) + sum(t.bytes for t in grads))
 
@@ -212,25 +219,17 @@ def _adamw_one(var: Arg, m: Arg, v: Arg, grad: Arg, largest: Arg | None = None, 
 
 
 def _power_sums(grads: list[Arg], *_: Any) -> Cost:
+    _recorded(grads)
     return Cost(sum(t.bytes for t in grads))
 
 
 def _scale(grads: list[Arg], *_: Any) -> Cost:
+    _recorded(grads)
     return Cost(sum(2 * t.dense for t in grads))
 
 
 #: Operators in Python that call others of jumar: those have the cost.
 COMPOSITES = ("npu_apply_adam_w",)
-
-#: The arguments of an optimizer's step that are lists, whose dtypes traces do not record -> ``params`` or ``states``, the
-#: keys under which :mod:`jumar.profile` keeps them. Other lists stay without a dtype.
-OPTIMIZER_LISTS: dict[str, tuple[str, ...]] = {
-    "jumar::adamw_": ("params", "params", "states", "states", "states"),
-    "jumar::grad_power_sums": ("params",),
-    "jumar::scale_grads_": ("params",),
-    "aten::_fused_adam_": ("params", "params", "states", "states", "states"),
-    "aten::_fused_adamw_": ("params", "params", "states", "states", "states"),
-}
 
 #: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,
 #: lists of tensors lists of them; what a trace does not record (strings, floats that were left out) is None.

@@ -69,13 +69,13 @@ class Settings:
 
 
 class _Profile(torch.profiler.profile):
-    """torch's profiler, which notes in each trace the limits of the machine, and the dtypes that an optimizer works on.
+    """torch's profiler, which notes in each trace the limits of the machine, and the bytes that optimizers move.
 
-    Of tensors in lists, as optimizers take them, torch records shapes alone.
+    Of lists of tensors, as optimizers take them, torch records no dtypes, and of long ones nothing.
     """
 
     limits: Limits
-    dtypes: dict[str, str]
+    optimizers: dict[str, int]
 
     def prepare_trace(self) -> None:
         with warnings.catch_warnings():
@@ -83,34 +83,45 @@ class _Profile(torch.profiler.profile):
             super().prepare_trace()
 
     def start_trace(self) -> None:
-        self.dtypes = {}
+        self.optimizers = {}
         super().start_trace()
 
     def stop_trace(self) -> None:
-        notes = {"limits": asdict(self.limits), "optimizer": self.dtypes}
+        notes = {"limits": asdict(self.limits), "optimizers": self.optimizers}
         self.add_metadata_json(METADATA, json.dumps(notes))
         super().stop_trace()
 
     def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Called after every step of every optimizer: ``params`` and ``states``, where each has one dtype."""
-        if self.current_action not in _RECORD:
-            return
-        params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        states = [
-            value
-            for p in params
-            for value in optimizer.state.get(p, {}).values()
-            if isinstance(value, torch.Tensor) and value.dim() > 0
-        ]
-        found = {
-            "params": {t.dtype for p in params for t in (p, p.grad)},
-            "states": {state.dtype for state in states},
-        }
-        for name, dtypes in found.items():
-            names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
-            if name in self.dtypes:  # of an earlier step, or another optimizer
-                names.add(self.dtypes[name])
-            self.dtypes[name] = names.pop() if len(names) == 1 else ""
+        """Called after every step of every optimizer."""
+        if self.current_action in _RECORD:
+            for group in optimizer.param_groups:
+                name = _step_operator(optimizer, group)
+                if name is not None:
+                    self.optimizers[name] = self.optimizers.get(name, 0) + _step_bytes(optimizer, group)
+
+
+def _step_operator(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> str | None:
+    """The operator that takes the step of a group in one pass; None where there is none."""
+    if type(optimizer).__module__.startswith("jumar.optim"):
+        return "jumar::adamw_"
+    if isinstance(optimizer, torch.optim.Adam) and group.get("fused"):
+        return "aten::_fused_adamw_" if group.get("decoupled_weight_decay") else "aten::_fused_adam_"
+    return None
+
+
+def _step_bytes(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> int:
+    """Parameters and states are read and written, gradients read: of distributed tensors what is here."""
+
+    def size(tensor: torch.Tensor) -> int:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        return local.numel() * local.itemsize
+
+    moved = 0
+    for p in group["params"]:
+        if p.grad is not None:
+            states = [t for t in optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor) and t.dim() > 0]
+            moved += size(p.grad) + 2 * sum(size(t) for t in (p, *states))
+    return moved
 
 
 class StepProfiler:

@@ -6,13 +6,11 @@ import csv
 import io
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import torch
-
 from jumar.bench.limits import Limits
-from jumar.opinfo.costs import OPTIMIZER_LISTS, Cost, cost
+from jumar.opinfo.costs import Cost, cost
 from jumar.profile.trace import Call, Trace
 
 
@@ -129,7 +127,7 @@ def table(trace: Trace, *, by_shape: bool = False, limits: Limits | None = None)
     for call in trace.calls:
         groups.setdefault((call.name, call.shapes if by_shape else ""), []).append(call)
     known: dict[tuple[str, str], Cost | None] = {}
-    dtypes = _optimizer_dtypes(trace)
+    optimizers = _optimizers(trace)
     rows = []
     for (name, shapes), calls in groups.items():
         outermost = [call for call in calls if call.outermost]
@@ -143,7 +141,10 @@ def table(trace: Trace, *, by_shape: bool = False, limits: Limits | None = None)
             row.avg_us = sum(durations) / len(durations)
         working = [call for call in calls if call.innermost]
         seconds = 1e-6 * sum(call.duration for call in working)
-        _judge(row, [_cost(call, known, dtypes) for call in working], seconds, limits)
+        costs = [_cost(call, known) for call in working]
+        if name in optimizers and sum(key[0] == name for key in groups) == 1:
+            costs = [Cost(optimizers[name])]
+        _judge(row, costs, seconds, limits)
         rows.append(row)
     found = OperatorTable(
         str(trace.file), len(trace.steps), trace.wall, None if limits is None else asdict(limits), rows
@@ -162,23 +163,19 @@ def _limits(recorded: dict[str, Any] | None) -> Limits | None:
         return None  # of another version of jumar
 
 
-def _optimizer_dtypes(trace: Trace) -> dict[str, torch.dtype]:
-    """dtypes of ``params`` and ``states``, where the trace says so."""
-    noted = trace.metadata.get("optimizer")
-    found = {k: getattr(torch, v, None) for k, v in noted.items() if isinstance(v, str)} if isinstance(noted, dict) else {}
-    return {name: dtype for name, dtype in found.items() if isinstance(dtype, torch.dtype)}
+def _optimizers(trace: Trace) -> dict[str, float]:
+    """Operator -> bytes that all its calls move, for the steps of optimizers."""
+    noted = trace.metadata.get("optimizers")
+    noted = noted if isinstance(noted, dict) else {}
+    return {name: float(moved) for name, moved in noted.items() if isinstance(moved, int | float) and moved > 0}
 
 
-def _cost(call: Call, known: dict[tuple[str, str], Cost | None], dtypes: dict[str, torch.dtype]) -> Cost | None:
+def _cost(call: Call, known: dict[tuple[str, str], Cost | None]) -> Cost | None:
     if call.arguments is None:
         return None
     key = (call.name, repr(call.arguments))
     if key not in known:
-        arguments = list(call.arguments)
-        for index, role in enumerate(OPTIMIZER_LISTS.get(call.name, ())):
-            if index < len(arguments) and isinstance(arguments[index], list):
-                arguments[index] = [replace(arg, dtype=dtypes.get(role)) for arg in arguments[index]]
-        known[key] = cost(call.name, arguments)
+        known[key] = cost(call.name, call.arguments)
     return known[key]
 
 
