@@ -27,6 +27,12 @@ from jumar.opinfo.table import OPERATORS
 
 #: Operators that serve the package itself and have no entry of their own.
 TOOLS = {"ulp_error": ("max |actual - expected| / (ulp(expected) + slack)", "docs/verification.md")}
+#: Operators that another one or jumar.optim calls.
+PARTS = {
+    "apply_adam_w_": ("the body of npu_apply_adam_w", "docs/ops/npu_apply_adam_w.md"),
+    "grad_power_sums": ("Σ |x|^p over lists of tensors, for clip_grad_norm_", "docs/optim.md"),
+    "scale_grads_": ("x = x · factor for lists of tensors, for clip_grad_norm_", "docs/optim.md"),
+}
 
 
 def schemas() -> dict[str, str]:
@@ -52,8 +58,8 @@ def describe(name: str) -> tuple[str, str]:
     """(formula, docs page) of any registered operator; empty strings for one without an entry."""
     if name in OPERATORS:
         return OPERATORS[name].formula, OPERATORS[name].doc
-    if name in TOOLS:
-        return TOOLS[name]
+    if name in TOOLS or name in PARTS:
+        return {**TOOLS, **PARTS}[name]
     owner = forward_of(name)
     return (f"gradient of {owner.name}", owner.doc) if owner else ("", "")
 
@@ -86,6 +92,7 @@ __all__ = [
     "DTYPES",
     "MULTIPLIES",
     "OPERATORS",
+    "PARTS",
     "STREAMS",
     "TOOLS",
     "Bound",

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from jumar.opinfo import cases, formulas, losses
+from jumar.opinfo import cases, formulas, losses, optimizers
 from jumar.opinfo.cases import Source
 from jumar.opinfo.spec import MULTIPLIES, STREAMS, Bound, OpInfo
 
@@ -254,4 +254,6 @@ _TABLE = (
 )
 
 #: name -> entry, in the order of the README.
-OPERATORS: dict[str, OpInfo] = {info.name: info for info in (*_TABLE, *losses.ENTRIES)}
+OPERATORS: dict[str, OpInfo] = {
+    info.name: info for info in (*_TABLE, *losses.ENTRIES, *optimizers.ENTRIES)
+}

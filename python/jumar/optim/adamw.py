@@ -41,7 +41,7 @@ class AdamW(torch.optim.AdamW):
         master_weights: bf16 and fp16 parameters get an fp32 copy, which is what is stepped, and fp32 moments. The copy is
             in the state (``master_param``), is saved, and is restored exactly. A parameter that is changed elsewhere wins
             over its copy. Without it moments have the parameter's dtype, as torch's: in bf16 a second moment with
-            ``beta2`` above 0.996 cannot decay.
+            ``beta2`` above 0.998 cannot decay.
 
     Raises:
         ValueError: a refused argument, here, in a group, or in a state that is loaded; a value that torch refuses.
