@@ -11,9 +11,9 @@ from torch import Tensor
 
 from jumar import bench, cli, opinfo
 from jumar.bench import checks, runner, targets
-from jumar.bench.limits import Limits
 from jumar.bench.runner import BenchRow, Result
 from jumar.bench.timing import Timing
+from jumar.limits import Limits
 from jumar.opinfo import OPERATORS, Bound, Case, OpInfo
 from jumar.verify import compare
 

@@ -37,7 +37,7 @@ def profile(
 ) -> None:
     """The operators in a trace of torch.profiler: calls, times, bytes, FLOPs, percent of the machine's limit."""
     from jumar import profile as profile_module
-    from jumar.bench.limits import measure
+    from jumar.limits import measure
     from jumar.profile import render
 
     with _user_errors(ValueError):

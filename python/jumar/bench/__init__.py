@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from jumar.bench.cases import LAYOUTS, Job, layouts_of, parse_case, plan
 from jumar.bench.checks import MODES, Check, check
-from jumar.bench.limits import Limits, measure
 from jumar.bench.report import draw, limits_text, show, to_dict, write_csv
 from jumar.bench.runner import BenchRow, Result, run
 from jumar.bench.shapes import pick, quick_shapes, read_shapes
 from jumar.bench.targets import Miss, below
 from jumar.bench.timing import Timing, interleave
+from jumar.limits import Limits, measure
 
 __all__ = [
     "LAYOUTS",

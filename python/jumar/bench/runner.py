@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from jumar.bench.cases import Job
-from jumar.bench.limits import Limits, measure
 from jumar.bench.timing import Timing, interleave, keeps_memory
+from jumar.limits import Limits, measure
 from jumar.opinfo import Case, OpInfo, Value, dtype_name, flat
 from jumar.verify import compare
 

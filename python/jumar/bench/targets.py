@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from jumar.bench.limits import Limits
 from jumar.bench.runner import BenchRow, Result
+from jumar.limits import Limits
 from jumar.opinfo import OPERATORS, Target, parse_dtype
 
 

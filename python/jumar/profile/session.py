@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from jumar.bench.limits import Limits, measure
+from jumar.limits import Limits, measure
 from jumar.profile.table import table
 from jumar.profile.trace import METADATA, TraceError, read
 
@@ -87,6 +87,8 @@ class _Profile(torch.profiler.profile):
         super().start_trace()
 
     def stop_trace(self) -> None:
+        # The step is over. Once more: another process may have disturbed the first measurement.
+        self.limits = self.limits.better(measure(quick=True))
         notes = {"limits": asdict(self.limits), "optimizers": self.optimizers}
         self.add_metadata_json(METADATA, json.dumps(notes))
         super().stop_trace()

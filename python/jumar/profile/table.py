@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jumar.bench.limits import Limits
+from jumar.limits import Limits
 from jumar.opinfo.costs import Cost, cost
 from jumar.profile.trace import Call, Trace
 

@@ -88,7 +88,7 @@ class Trace:
         calls: every call of an operator, by thread and time.
         steps: the numbers of the training steps that it covers.
         wall: microseconds of these steps, or from the first call to the end of the last one.
-        limits: as :class:`jumar.bench.limits.Limits` when the trace was taken, as plain data; None in other traces.
+        limits: as :class:`jumar.limits.Limits` when the trace was taken, as plain data; None in other traces.
         skipped: events that had no time or name.
     """
 
