@@ -19,6 +19,7 @@ _KNOWN = {
     Tensor.shape.__get__,
     Tensor.dtype.__get__,
     Tensor.device.__get__,
+    Tensor.requires_grad.__get__,
     Tensor.ndim.__get__,
     Tensor.layout.__get__,
     Tensor.is_cpu.__get__,
@@ -38,6 +39,13 @@ def _weights(head: nn.Module) -> list[Tensor]:
     return [w for w in (head.weight, head.bias) if w is not None]
 
 
+def _refuse_gradient(grad: Tensor) -> Tensor:
+    raise RuntimeError(
+        "npu_loss: logits that were not computed yet went into an autograd.Function, which cannot pass their gradient on; "
+        "hand it logits.value()"
+    )
+
+
 class LazyLogits(Tensor):
     """``head(hidden)``, [.., V], not computed yet. See :func:`lazy_head`."""
 
@@ -47,13 +55,21 @@ class LazyLogits(Tensor):
     @staticmethod
     def __new__(cls, head: nn.Module, hidden: Tensor, dtype: torch.dtype) -> LazyLogits:
         shape = (*hidden.shape[:-1], head.weight.shape[0])
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        grad_mode = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        wanted = grad_mode and any(t.requires_grad for t in (hidden, *_weights(head)))
+        self = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=hidden.device, requires_grad=wanted
+        )
         self.head, self.hidden = head, hidden
+        self._grad_mode = grad_mode
         self._weights = [(p, p._version) for p in _weights(head)]
         self._autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
-        self._grad_mode = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         self._value = None
         self._source = None
+        if wanted:
+            # What reaches the stand-in has passed Python's dispatch, and is lost to the model.
+            with torch._C.DisableTorchFunctionSubclass():
+                self.register_hook(_refuse_gradient)
         return self
 
     @property
@@ -94,15 +110,6 @@ class LazyLogits(Tensor):
         enabled, dtype = self._autocast
         with torch.autocast("cpu", dtype=dtype, enabled=enabled):
             return type(self.head).forward(self.head, self.hidden)
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the head's output would."""
-        if not self.pending:
-            return self._value.requires_grad
-        return self._grad_mode and (
-            self.hidden.requires_grad or any(p.requires_grad for p, _ in self._weights)
-        )
 
     @classmethod
     def __torch_function__(
