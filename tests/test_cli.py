@@ -130,7 +130,7 @@ def test_mistakes_are_one_line(run):
         (("bench", "--emulate", "avx9"), "jumar bench: --emulate avx9: known are avx2"),
         (("bench", "--mode", "gradient", "--dtype", "bf16"), "jumar bench: --mode gradient takes fin"),
         (("bench", "--step", "a.toml", "--op", "npu_linear"), "jumar bench: --op goes with operators"),
-        (("bench", "--step", "no/such.toml"), "jumar bench: no/such.toml"),
+        (("bench", "--step", "no/such.toml"), "jumar bench: job file 'no/such.toml' does not exist"),
         (("train",), "jumar train: Missing option '--job.config_file'"),
     ):
         status, out, error = run(*arguments)
