@@ -197,6 +197,17 @@ def test_converter_that_matches_nothing(job):
     assert report.unmatched == ["npu_swiglu"] and len(report.replaced) == 1
 
 
+def test_profiling(job):
+    enabled = "profiling.enable_profiling=true"
+    assert "unknown key 'profiling.enable'; did you mean 'enable_profiling'?" in _fails(job, "profiling.enable=true")
+    assert "unknown section [profilling]; did you mean 'profiling'?" in _fails(job, "profilling.profile_freq=3")
+    assert "profiling.profile_freq = 10 records none of training.steps = 3" in _fails(job, enabled, "training.steps=3")
+    text = _fails(job, enabled, "profiling.profile_freq=3")
+    assert "profiling.profile_freq = 3 is less than profiler_warmup = 3 and profiler_active = 1 together" in text
+    settings = load(str(job), [enabled, "profiling.profile_freq=4"])["profiling"]
+    assert settings["profile_freq"] == 4 and settings["profiler_repeat"] is None
+
+
 def test_keys_go_somewhere():
     """Keys that carry a torchtitan name exist in the class that the section is mapped to."""
     from dataclasses import fields
@@ -204,6 +215,7 @@ def test_keys_go_somewhere():
     from torchtitan.components.checkpointer import CheckpointManager
     from torchtitan.components.optimizer import LRSchedulersContainer
     from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.tools.profiler import Profiler
 
     own = {
         "training": {"dataset", "dataset_path", "seed", "deterministic", "loss_chunks", "packing", "too_long", "epochs"},
@@ -215,6 +227,7 @@ def test_keys_go_somewhere():
         "lr_scheduler": LRSchedulersContainer.Config,
         "compile": CompileConfig,
         "parallelism": ParallelismConfig,
+        "profiling": Profiler.Config,
     }.items():
         known = {field.name for field in fields(target)}
         assert {key.name for key in SECTIONS[section]} - own.get(section, set()) <= known
