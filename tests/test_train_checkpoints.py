@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("torchtitan")
 
 from jumar import compat  # noqa: E402
-from jumar.train import JobError, durable, runner  # noqa: E402
+from jumar.train import JobError, runner  # noqa: E402
 from train_util import no_sleep, write_job  # noqa: E402
 
 SAVE = (

@@ -240,3 +240,14 @@ def test_every_key_is_documented():
         part = page.split(f"### [{section}]")[1].split("\n### ")[0]
         for key in keys:
             assert f"| `{key.name}` |" in part, f"{section}.{key.name}"
+
+
+@pytest.mark.parametrize("config", sorted((Path(__file__).parent.parent / "configs").glob("*.toml")), ids=lambda p: p.stem)
+def test_configs_of_the_repository(config):
+    job = load(str(config))
+    for section, keys in SECTIONS.items():
+        for key in keys:
+            name = f"{section}.{key.name}"
+            # A Hugging Face model is the user's to bring.
+            if key.path and name in job.given and name != "model.hf_assets_path":
+                assert job.path(f"{section}.{key.name}")

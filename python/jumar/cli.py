@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jumar.train.schema import SECTIONS
+
 app = typer.Typer(
     name="jumar",
     help="Fused Ascend operators, model converters, verification and training on any machine.",
@@ -386,6 +388,7 @@ def _nearest(context: typer.Context) -> str:
 
 @app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=f"Sections: {', '.join(SECTIONS)}. A mistaken key is answered with the nearest one; all keys: docs/training.md.",
 )
 def train(
     context: typer.Context,
@@ -394,7 +397,15 @@ def train(
     ],
     json: Json = False,
 ) -> None:
-    """Train from a job file. Any key of it can be given as [bold]--section.key=value[/bold]."""
+    """Train from a job file. Any key of it can be given as [bold]--section.key=value[/bold].
+
+    [bold]model.name[/bold] is a model of torchtitan, or [bold]hf[/bold]: the Hugging Face folder [bold]model.hf_assets_path[/bold], by transformers.
+
+    With [bold]--checkpoint.enable=true[/bold] the same command goes on where an earlier run ended or was killed. SIGTERM and the
+    first Ctrl-C end the run after the step under way, with a checkpoint; a second Ctrl-C ends it at once.
+
+    Exit status: 0 done, 143 ended by SIGTERM, 130 by Ctrl-C, 2 a mistake in the job, a full disk, or a folder in use, 1 else.
+    """
     try:
         from jumar import train as train_module
     except ImportError as error:
