@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,15 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_garbage():
+    """accelerate collects garbage for every run: let it leave alone what was imported before."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -265,6 +276,57 @@ def test_epochs_and_text(job, tmp_path):
     )
     assert result["steps"] == 5 and result["hf_folder"] is None
     assert [r["step"] for r in result["records"]] == [1, 4, 5]
+
+
+def test_shipped_example(folders, tmp_path):
+    """The job in configs/ on the data in examples/, with a model that fits a test."""
+    file = Path(__file__).parent.parent / "configs" / "hf_self_cognition.toml"
+    with pytest.raises(JobError, match="model.hf_assets_path = '../models/Qwen3-0.6B': no such file or folder"):
+        runner.prepare(str(file), [])
+    small = [f"model.hf_assets_path={folders['qwen3']}", "training.seq_len=128", "training.epochs=none", "training.steps=3"]
+    result = _run(file, tmp_path / "out", *small, "metrics.report_file=", "optimizer.lr=1e-2")
+    assert result["losses"][-1] < result["losses"][0] and result["data"]["records"] == 38 - 4
+    assert Path(result["adapter_folder"]).is_dir() and "validation_loss" in result["records"][-1]
+
+
+@pytest.mark.parametrize("more", [[], ["lora.enable=true"], ["activation_checkpoint.mode=full", "training.packing=true"]])
+def test_fused_loss(runs, job, tmp_path, more):
+    """npu_loss serves the head and the loss of the step in one operator."""
+    options = ["checkpoint.export_hf=false", "training.steps=3", "training.global_batch_size=4", *more]
+    plain = _run(job, tmp_path / "plain", *options)
+    fused = _run(job, tmp_path / "fused", *options, f"model.converters={','.join([*CONVERTERS, 'npu_loss'])}")
+    assert fused["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    row = next(row for row in fused["operators"] if row["converter"] == "npu_loss")
+    assert row["replaced"] == 1 and row["calls"] == 6
+
+
+def test_own_optimizer(job, tmp_path):
+    """jumar_adamw, its clipping included, goes the way of torch's."""
+    options = ["checkpoint.export_hf=false", "training.max_norm=0.5"]
+    torchs = _run(job, tmp_path / "torch", *options)
+    own = _run(job, tmp_path / "own", *options, "optimizer.name=jumar_adamw")
+    assert own["losses"] == pytest.approx(torchs["losses"], rel=1e-5)
+    assert own["calls"].get("adamw_", 0) + own["calls"].get("npu_apply_adam_w", 0) >= 6
+
+
+def test_evaluation_leaves_no_trace(job, tmp_path):
+    options = ["checkpoint.export_hf=false", "lora.enable=true", "lora.dropout=0.3", "training.steps=4"]
+    held_out = f"validation.dataset_path={job.parent / 'chat.jsonl'}"
+    plain = _run(job, tmp_path / "plain", *options)
+    evaluated = _run(job, tmp_path / "evaluated", *options, held_out, "validation.enable=true", "validation.freq=1")
+    assert evaluated["losses"] == plain["losses"]
+    few = _run(job, tmp_path / "few", *options, held_out, "validation.enable=true", "validation.freq=4", "validation.steps=1")
+    assert few["records"][-1]["validation_loss"] != evaluated["records"][-1]["validation_loss"]
+
+
+@pytest.mark.long
+def test_compiled_model(runs, job, tmp_path):
+    if not os.environ.get("JUMAR_LONG_TESTS"):
+        pytest.skip("long; set JUMAR_LONG_TESTS=1")
+    options = ["checkpoint.export_hf=false", "training.steps=3"]
+    plain = _run(job, tmp_path / "plain", *options)
+    compiled = _run(job, tmp_path / "compiled", *options, "compile.enable=true")
+    assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-5)
 
 
 @pytest.mark.parametrize(
