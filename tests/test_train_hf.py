@@ -15,9 +15,8 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from hf_util import CONVERTERS, conversations, make_folder, write_hf_job, write_lines  # noqa: E402
-
 import jumar  # noqa: E402
+from hf_util import CONVERTERS, conversations, make_folder, write_hf_job, write_lines  # noqa: E402
 from jumar import models  # noqa: E402
 from jumar.train import JobError, runner  # noqa: E402
 from jumar.train.hf import dataset, records  # noqa: E402

@@ -33,7 +33,7 @@ SAVE = ["checkpoint.enable=true", "checkpoint.interval=2", "checkpoint.keep_late
 
 @pytest.fixture(scope="module")
 def forks():
-    with Forks("jumar.train.hf.run", "jumar.train.hf.trainer", "peft", "transformers.models.qwen3") as server:
+    with Forks("hf_warm") as server:
         yield server
 
 

@@ -5,6 +5,7 @@ Importing torch and torchtitan takes seconds. One process imports them and forks
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -135,6 +136,9 @@ def _serve() -> None:
     no_sleep(Patch)
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    # The garbage collector of a child leaves alone what was there before.
+    gc.collect()
+    gc.freeze()
     folder = Path(tempfile.mkdtemp())
     for line in sys.stdin:
         request = json.loads(line)
