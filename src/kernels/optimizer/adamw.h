@@ -7,11 +7,11 @@
 //   param      <- param * (1 - lr * weight_decay)
 //                 - lr / (1 - beta1^t) * exp_avg / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 //
-// Every element is computed in fp64 whatever the dtypes are, from the stored values to the three results, each of which
-// is rounded once (root and quotient to 2^-44, except for fp64 tensors): within 0.51 ulp of the fp64 result,
-// cancellation included. Tensors of one entry have one shape, any dtype of fp32, bf16, fp16, fp64 each, any strides.
-// Every element is computed on its own, so results do not depend on the number of threads. NaN and infinities go where
-// torch's formula sends them.
+// Every result is rounded once, from a value within 0.01 ulp of the fp64 result, cancellation included: computed in
+// fp64 (root and quotient to 2^-44, except for fp64 tensors), or, where all tensors have one 16-bit dtype, in fp32
+// wherever that is good enough. Tensors of one entry have one shape, any dtype of fp32, bf16, fp16, fp64 each, any
+// strides. Every element is computed on its own, so results do not depend on the number of threads. NaN and infinities
+// go where torch's formula sends them.
 #pragma once
 
 #include <optional>

@@ -112,6 +112,25 @@ TEST(AdamW, Cancellation) {
   });
 }
 
+// Roots below what fp32 holds of v, beside an eps that does not hide them.
+TEST(AdamW, SmallRoots) {
+  ForEachSimdTarget([](const std::string&) {
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF64}) {
+      for (const double eps : {0.0, 1e-30, 1e-24, 1e-20}) {
+        AdamWNumbers numbers = Numbers(1, 1e-3);
+        numbers.eps = eps;
+        Entry e(dtype, {200}, 3, numbers);
+        e.grad.Fill([](int64_t i) { return std::ldexp(i % 2 == 0 ? 1.25 : -1.5, static_cast<int>(-i / 2 - 30)); });
+        e.exp_avg.Fill([](int64_t) { return 0.0; });
+        e.exp_avg_sq.Fill([](int64_t) { return 0.0; });
+        e.Remember();
+        AdamW("adamw", {e.Tensors()});
+        e.Check("eps " + std::to_string(eps));
+      }
+    }
+  });
+}
+
 TEST(AdamW, MixedDtypesAndMaximum) {
   ForEachSimdTarget([](const std::string&) {
     for (const DType p : FloatDTypes()) {
