@@ -170,7 +170,7 @@ def test_other_engine(tmp_path):
     folder = tmp_path / "out"
     result = _run(
         write_hf_job(tmp_path), "training.steps=4", "profiling.enable_profiling=true", "profiling.profile_freq=3",
-        "profiling.profiler_warmup=1",
+        "profiling.profiler_warmup=1", "metrics.report_file=report.html",
     )  # fmt: skip
     assert [p.name for p in (folder / "profiling" / "traces").iterdir()] == ["iteration_3"]
     rows = {row.operator: row for row in profile.table(profile.read(folder)).rows}
