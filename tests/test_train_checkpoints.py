@@ -144,3 +144,22 @@ def test_exported_model_starts_a_new_job(tmp_path):
     start = ["checkpoint.initial_load_in_hf=true", f"checkpoint.initial_load_path={first['hf_folder']}"]
     second = _run(other, "training.steps=1", *start)
     assert second["losses"][0] < first["losses"][0] - 0.05
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["optimizer.name=jumar_adamw"],
+        ["optimizer.name=jumar_adamw", "optimizer.master_weights=true", "training.dtype=bfloat16", "training.mixed_precision_param=bfloat16"],
+        ["model.converters=npu_rms_norm,npu_rope,npu_swiglu,npu_linear,npu_loss", "activation_checkpoint.mode=full"],
+        ["training.global_batch_size=4", "training.loss_chunks=2", "optimizer.name=Adam"],
+    ],
+    ids=["jumar_adamw", "master weights", "npu_loss", "accumulation"],
+)
+def test_what_else_a_job_holds_is_resumed(tmp_path, more):
+    job = write_job(tmp_path)
+    whole = _run(job, *more, "training.steps=6", "checkpoint.enable=false", f"job.dump_folder={tmp_path / 'whole'}")
+    _run(job, *more, "training.steps=4")
+    rest = _run(job, *more, "training.steps=6")
+    assert rest["losses"] == whole["losses"][4:]
+    assert [r["grad_norm"] for r in rest["records"]] == [r["grad_norm"] for r in whole["records"][4:]]

@@ -150,6 +150,18 @@ def test_a_full_disk_is_found_in_any_chain(tmp_path):
         raise RuntimeError("other")
 
 
+def test_errors_of_torch_save_that_hide_a_full_disk(tmp_path, monkeypatch):
+    hidden = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    with pytest.raises(RuntimeError, match="unexpected pos"), durable.clear_errors(tmp_path / "x"):
+        raise hidden
+    usage = durable.shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(durable.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(durable.DiskFull, match="no space left"), durable.atomic_folder(tmp_path / "x"):
+        raise hidden
+    with pytest.raises(RuntimeError, match="other"), durable.clear_errors(tmp_path / "x"):
+        raise RuntimeError("other")
+
+
 def test_lock(tmp_path):
     folder = tmp_path / "out"
     with durable.RunLock(folder):

@@ -202,6 +202,32 @@ def test_full_disk(forks, job, reference, tmp_path, mode):
     assert result["held out"].pop(2) and result == reference
 
 
+@pytest.mark.long
+def test_small_file_system(forks, job, reference, tmp_path):
+    """A real one, where that can be had: room for one checkpoint and a half, then for all."""
+    if not LONG:
+        pytest.skip("long; set JUMAR_LONG_TESTS=1")
+
+    def mount(*options: str) -> bool:
+        return subprocess.run(["mount", *options, str(tmp_path)], capture_output=True).returncode == 0
+
+    if not mount("-t", "tmpfs", "-o", "size=3m", "none"):
+        pytest.skip("mounting is not allowed here")
+    try:
+        out = tmp_path / "out"
+        run = forks.run(job, _options(out, *SAVE))
+        assert run["status"] == 2 and "Traceback" not in run["output"], run["output"]
+        assert re.search(r"checkpoint .*step-4 could not be written: no space left on the disk", run["output"])
+        assert list(durable.numbered(out / "checkpoint")) == [2]
+        _no_leftovers(out)
+        assert mount("-o", "remount,size=30m", "none")
+        run = forks.run(job, _options(out, *SAVE))
+        assert run["status"] == 0, run["output"]
+        assert _result(out) == reference
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
 def test_full_disk_for_the_exported_model(forks, job, tmp_path):
     options = _options(tmp_path, "training.steps=1")
     assert forks.run(job, options)["status"] == 0

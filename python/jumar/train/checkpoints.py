@@ -51,12 +51,12 @@ def _first(error: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
-def _clear_errors(path: Path) -> Iterator[None]:
-    with durable.clear_errors(path):
+def _clear_errors(path: Path, place: Path) -> Iterator[None]:
+    with durable.clear_errors(path, place=place):
         try:
             yield
         except CheckpointException as error:
-            if durable.disk_full(error):
+            if durable.disk_full(error, place):
                 raise
             raise RuntimeError(f"checkpoint {path} could not be written: {_first(error)}") from error
 
@@ -112,7 +112,7 @@ class DurableCheckpoints(CheckpointManager):
         place = path.with_name(f".{path.name}.tmp-{self._pid}")
         stamp = {**self.stamp, "step": curr_step, "model_only": last_step and self.last_save_model_only}
         try:
-            with _clear_errors(path):
+            with _clear_errors(path, place):
                 if self.first:
                     shutil.rmtree(place, ignore_errors=True)
                     place.mkdir(parents=True)
@@ -150,7 +150,7 @@ class DurableCheckpoints(CheckpointManager):
 
         def finish(written: Future) -> None:
             try:
-                with _clear_errors(path):
+                with _clear_errors(path, place):
                     written.result()
                     if self.first:
                         self._seal(place, path)

@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import re
+import resource
 import shutil
 import socket
 from collections.abc import Iterator
@@ -102,19 +103,24 @@ def temporary(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def clear_errors(path: Path, what: str = "checkpoint") -> Iterator[None]:
-    """Turns a full disk, found anywhere in the chain of an exception, into :class:`DiskFull` naming ``path``."""
+def clear_errors(path: Path, what: str = "checkpoint", place: Path | None = None) -> Iterator[None]:
+    """Turns a full disk, found anywhere in the chain of an exception, into :class:`DiskFull` naming ``path``.
+
+    ``place`` is the folder that is being written, where that is not ``path``.
+    """
     try:
         yield
     except BaseException as error:  # torch.distributed.checkpoint's own is no Exception
-        cause = disk_full(error)
-        if cause is None or isinstance(error, DiskFull):
+        if isinstance(error, DiskFull):
+            raise
+        cause = disk_full(error, place or path)
+        if cause is None:
             raise
         raise DiskFull(f"{what} {path} could not be written: {_why(path, cause)}") from error
 
 
-def disk_full(error: BaseException | None) -> OSError | None:
-    """The OSError in the chain of an exception that says that the disk is full or a file too large; None without one."""
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and all that it came from."""
     seen: set[int] = set()
     waiting = [error]
     while waiting:
@@ -122,16 +128,40 @@ def disk_full(error: BaseException | None) -> OSError | None:
         if error is None or id(error) in seen:
             continue
         seen.add(id(error))
-        if isinstance(error, OSError) and error.errno in _FULL:
-            return error
-        # safetensors, written in Rust, has the number in its text only.
-        if match := _RUST.search(str(error)):
-            return OSError(int(match[1]), os.strerror(int(match[1])))
+        yield error
         waiting += [error.__cause__, error.__context__]
         # torch.distributed.checkpoint collects the failures of its ranks.
         failures = getattr(error, "failures", None)
         if isinstance(failures, dict):
             waiting += [f[0] if isinstance(f, tuple) else f for f in failures.values()]
+
+
+def disk_full(error: BaseException | None, place: Path | None = None) -> OSError | None:
+    """The OSError in the chain of an exception that says that the disk is full or a file too large; None without one.
+
+    torch.save's own errors ("unexpected pos 704 vs 598") hide theirs: for them the state of ``place`` decides.
+    """
+    for link in _chain(error):
+        if isinstance(link, OSError) and link.errno in _FULL:
+            return link
+        # safetensors, written in Rust, has the number in its text only.
+        if match := _RUST.search(str(link)):
+            return OSError(int(match[1]), os.strerror(int(match[1])))
+    if place is not None and any("inline_container" in str(link) for link in _chain(error)):
+        return _filled(place)
+    return None
+
+
+def _filled(place: Path) -> OSError | None:
+    """What half-written files tell: no space is left beside them, or one is as large as files may be."""
+    sizes = [f.stat().st_size for f in place.rglob("*") if f.is_file()] if place.is_dir() else []
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and max(sizes, default=0) >= limit:
+        return OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+    while not place.exists():
+        place = place.parent
+    if shutil.disk_usage(place).free < 2**16:
+        return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return None
 
 
@@ -196,7 +226,7 @@ def seal(written: Path, path: Path) -> Path:
         DiskFull: the manifest does not fit.
     """
     try:
-        with clear_errors(path):
+        with clear_errors(path, place=written):
             write_manifest(written)
     except BaseException:
         shutil.rmtree(written, ignore_errors=True)
@@ -218,7 +248,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     place = temporary(path)
     shutil.rmtree(place, ignore_errors=True)
     try:
-        with clear_errors(path):
+        with clear_errors(path, place=place):
             place.mkdir()
             yield place
     except BaseException:
