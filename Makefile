@@ -9,13 +9,15 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 CPP_FILES = $(shell find include src examples docs -name '*.h' -o -name '*.cc')
 
-.PHONY: help build demo test test-cpp test-asan test-python test-long test-compat test-arm lint format bench bench-quick mutate clean
+.PHONY: help build demo test test-cpp test-asan test-python test-long test-compat test-arm lint format bench bench-quick bench-check performance mutate clean
 
 help:
 	@echo "make demo         train a small Qwen3 on fused operators and compare with the plain model"
-	@echo "make test         every test: format, lint, C++ (also under ASan+UBSan), Python, quick benchmark"
+	@echo "make test         every test: format, lint, C++ (also under ASan+UBSan), Python, operators at small shapes"
 	@echo "make build        build and install into $(VENV)"
 	@echo "make bench        operators and the 4-layer training step against eager and Inductor"
+	@echo "make bench-quick  one large shape an operator and dtype, in under five minutes"
+	@echo "make performance  measure for docs/performance.md, in under ten; EMULATE=avx2 for its AVX2 section"
 	@echo "make mutate       flip terms in kernels one at a time: each must turn a test red"
 	@echo "make format       clang-format and ruff, in place"
 	@echo "make test-long    exhaustive and slow tests"
@@ -37,7 +39,7 @@ build: $(VENV)/.ready
 demo: build
 	$(BIN)/python -m jumar.train.demo
 
-test: lint test-cpp test-asan test-python bench-quick
+test: lint test-cpp test-asan test-python bench-check
 
 test-cpp: build
 	ctest --test-dir build/release --output-on-failure
@@ -51,8 +53,14 @@ test-asan: $(VENV)/.ready
 test-python: build
 	$(BIN)/python -m pytest tests
 
+bench-check: build
+	$(BIN)/jumar bench --op all --mode correctness --dtype fp32,bf16 --shape small,odd --layout contiguous
+
 bench-quick: build
 	$(BIN)/jumar bench --op all --quick
+
+performance: build
+	$(BIN)/python tools/performance --run $(if $(EMULATE),--emulate $(EMULATE))
 
 test-long: build
 	JUMAR_LONG_TESTS=1 ctest --test-dir build/release --output-on-failure

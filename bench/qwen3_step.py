@@ -1,11 +1,13 @@
 """A whole training step, eager against converted: a Qwen3 of 4 layers, forward, loss, backward and AdamW.
 
-Hidden 512, intermediate 1536, 8 heads, 4 key-value heads, head size 64, vocabulary 4096, batch 2 x 256.  Attention,
-loss and AdamW are torch's on both sides.  Both models start from the same weights and see the same tokens; they take
-turns step by step, and the first step of each (allocation, first use of kernels) is not counted.
+Hidden 512, intermediate 1536, 8 heads, 4 key-value heads, head size 64, vocabulary 4096, batch 2 x 256.  Attention is
+torch's on every side; the converted model trains with jumar's AdamW unless told otherwise.  All models start from the
+same weights and see the same tokens; they take turns step by step, and the first step of each (allocation, first use of
+kernels, compilation) is not counted.  A job file is measured by `jumar bench --step`, which also tells memory.
 
     python bench/qwen3_step.py                   # fp32 and bf16 on this machine
-    python bench/qwen3_step.py --emulate avx2    # both sides held to AVX2, in a child process
+    python bench/qwen3_step.py --inductor        # torch.compile of the plain model takes part
+    python bench/qwen3_step.py --emulate avx2    # every side held to AVX2, in a child process
 """
 
 from __future__ import annotations
@@ -20,13 +22,6 @@ import sys
 import time
 from typing import Any
 
-#: Read by ATen, oneDNN, MKL and jumar when they start.
-AVX2_ONLY = {
-    "ATEN_CPU_CAPABILITY": "avx2",
-    "DNNL_MAX_CPU_ISA": "AVX2",
-    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
-    "JUMAR_SIMD": "AVX2",
-}
 LOSS_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
@@ -54,11 +49,9 @@ def build_model(dtype: Any) -> Any:
 class Trainee:
     """One model with its optimizer."""
 
-    def __init__(self, model: Any):
-        import torch
-
+    def __init__(self, model: Any, optimizer: Any):
         self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.optimizer = optimizer(model.parameters(), lr=1e-4)
         self.seconds: list[float] = []
         self.losses: list[float] = []
 
@@ -80,11 +73,14 @@ def measure(
     batch: int,
     length: int,
     converters: list[str] | None = None,
+    inductor: bool = False,
+    optimizer: str = "jumar",
 ) -> dict:
-    """Times ``steps`` converted steps and ``eager_steps`` eager ones, in turns; seconds and ratios."""
+    """Times ``steps`` converted steps and ``eager_steps`` eager and compiled ones, in turns; seconds and ratios."""
     import torch
 
     import jumar
+    from jumar.optim import AdamW
 
     model = build_model(getattr(torch, dtype_name))
     converted = copy.deepcopy(model)
@@ -92,17 +88,31 @@ def measure(
         report = jumar.kernelize(converted)
     else:
         report = jumar.convert(converted, converters)
-    eager, fused = Trainee(model), Trainee(converted)
+    plain = torch.optim.AdamW
+    compiled = Trainee(torch.compile(copy.deepcopy(model), dynamic=False), plain) if inductor else None
+    eager = Trainee(model, plain)
+    fused = Trainee(converted, AdamW if optimizer == "jumar" else plain)
     generator = torch.Generator().manual_seed(1)
     for step in range(max(steps, eager_steps) + 1):
         ids = torch.randint(0, 4096, (batch, length), generator=generator)
         if step <= eager_steps:
             eager.step(ids)
+            if compiled is not None:
+                compiled.step(ids)
         if step <= steps:
             fused.step(ids)
     pairs = list(zip(eager.losses, fused.losses, strict=False))[:3]
     apart = max(abs(a - b) / abs(a) for a, b in pairs)
     eager_seconds, fused_seconds = eager.seconds[1:], fused.seconds[1:]
+    more = {}
+    if compiled is not None:
+        seconds = compiled.seconds[1:]
+        more = {
+            "inductor_min": min(seconds),
+            "inductor_median": statistics.median(seconds),
+            "inductor_ratio_min": min(seconds) / min(fused_seconds),
+            "inductor_ratio_median": statistics.median(seconds) / statistics.median(fused_seconds),
+        }
     return {
         "dtype": dtype_name,
         "simd": jumar.simd_target(),
@@ -118,15 +128,21 @@ def measure(
         "tokens_per_second": batch * length / min(fused_seconds),
         "losses_apart": apart,
         "ok": apart <= LOSS_TOLERANCE[dtype_name],
+        **more,
     }
 
 
 def show(row: dict) -> None:
     """One line for people."""
+    compiled = (
+        f"Inductor {row['inductor_min']:.3f} s, ratio {row['inductor_ratio_min']:.2f}  "
+        if "inductor_min" in row
+        else ""
+    )
     print(
         f"{row['dtype']:9} eager {row['eager_min']:8.3f} s  jumar {row['jumar_min']:8.3f} s  "
         f"ratio {row['ratio_min']:.2f} (medians {row['ratio_median']:.2f})  "
-        f"{row['tokens_per_second']:.0f} tokens/s  {row['sites']} sites  "
+        f"{compiled}{row['tokens_per_second']:.0f} tokens/s  {row['sites']} sites  "
         f"losses {row['losses_apart']:.1e} apart{'' if row['ok'] else '  TOO FAR'}  "
         f"[{row['simd']}, torch {row['aten']}, {row['threads']} threads]",
         flush=True,
@@ -142,6 +158,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--eager-steps", type=int, help="counted eager steps; default as many")
     parser.add_argument("--converters", help="comma-separated; default all that apply")
+    parser.add_argument("--inductor", action="store_true", help="also the compiled plain model")
+    parser.add_argument("--optimizer", choices=["jumar", "torch"], default="jumar", help="of the converted model")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument(
@@ -149,18 +167,30 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
-    if options.emulate and any(os.environ.get(k) != v for k, v in AVX2_ONLY.items()):
-        arguments = sys.argv[1:] if argv is None else argv
-        return subprocess.run(
-            [sys.executable, os.path.abspath(__file__), *arguments],
-            env={**os.environ, **AVX2_ONLY},
-        ).returncode
+    if options.emulate:
+        from jumar.bench.timing import EMULATE, emulating
+
+        if not emulating(options.emulate):
+            arguments = sys.argv[1:] if argv is None else argv
+            return subprocess.run(
+                [sys.executable, os.path.abspath(__file__), *arguments],
+                env={**os.environ, **EMULATE[options.emulate]},
+            ).returncode
     rows = []
     for dtype in options.dtype.split(","):
         eager_steps = options.eager_steps or options.steps
         converters = options.converters.split(",") if options.converters else None
         rows.append(
-            measure(dtype, options.steps, eager_steps, options.batch, options.length, converters)
+            measure(
+                dtype,
+                options.steps,
+                eager_steps,
+                options.batch,
+                options.length,
+                converters,
+                options.inductor,
+                options.optimizer,
+            )
         )
         if not options.json:
             show(rows[-1])
