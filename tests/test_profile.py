@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity
 
 import jumar
 from jumar import cli, profile
-from jumar.bench.limits import Limits
+from jumar.limits import Limits
 from jumar.opinfo.costs import Arg
 from jumar.profile.render import check
 
@@ -102,6 +102,8 @@ def test_rows_by_shape_and_orders(trace):
     table = profile.table(profile.read(trace), by_shape=True)
     shapes = {row.shapes for row in table.rows if row.operator == "aten::mm"}
     assert shapes == {"float32[100, 100] x float32[100, 100]"}
+    shared = {row.shapes: (row.calls, row.bytes) for row in table.rows if row.operator == "jumar::npu_swiglu"}
+    assert shared == {"float32[4, 8]": (1, None), "float32[2, 8]": (1, 96)}
     for by, (key, _) in profile.SORTS.items():
         values = [key(row) for row in table.sort(by).rows]
         assert values == sorted(values, reverse=by != "name")

@@ -130,15 +130,15 @@ def table(trace: Trace, *, by_shape: bool = False, limits: Limits | None = None)
     optimizers = _optimizers(trace)
     rows = []
     for (name, shapes), calls in groups.items():
-        outermost = [call for call in calls if call.outermost]
+        # By shape, the calls on the local part of distributed tensors are rows of their own.
+        outermost = [call for call in calls if call.outermost] or calls
         row = OperatorRow(name, calls[0].kind, shapes, calls=len(outermost))
         row.self_us = sum(call.own for call in calls)
         row.total_us = sum(call.duration for call in outermost)
         row.share = 100 * row.self_us / trace.wall if trace.wall > 0 else 0.0
-        if outermost:  # by shape, an operator may call itself with shapes that it never has otherwise
-            durations = [call.duration for call in outermost]
-            row.min_us, row.max_us = min(durations), max(durations)
-            row.avg_us = sum(durations) / len(durations)
+        durations = [call.duration for call in outermost]
+        row.min_us, row.max_us = min(durations), max(durations)
+        row.avg_us = sum(durations) / len(durations)
         working = [call for call in calls if call.innermost]
         seconds = 1e-6 * sum(call.duration for call in working)
         costs = [_cost(call, known) for call in working]
