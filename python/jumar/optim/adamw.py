@@ -31,8 +31,8 @@ def _default_float() -> torch.dtype:
 class AdamW(torch.optim.AdamW):
     """A drop-in for ``torch.optim.AdamW`` on CPUs: the same arguments, parameter groups, state and ``state_dict``.
 
-    All parameters of all groups are updated by one C++ call, spread over threads by elements. Every element is computed
-    in fp64 and rounded once, so results are within 0.51 ulp of the formula and the same for every thread count.
+    All parameters of all groups are updated by one C++ call, spread over threads by elements. Every result is rounded
+    once and within 0.52 ulp of the formula in fp64, from any state, and the same for every thread count.
 
     Args:
         params, lr, betas, eps, weight_decay, maximize: as torch's. ``lr`` and ``betas`` may be tensors.
