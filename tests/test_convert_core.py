@@ -73,11 +73,12 @@ def scratch_registry(monkeypatch):
 
 
 def test_known_names():
-    assert list(known_converters()) == ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear"]
+    assert list(known_converters()) == ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear", "npu_loss"]
     for alias, name in {
         "rms_norm": "npu_rms_norm",
         "rotary": "npu_rope",
         "swiglu": "npu_swiglu",
+        "loss": "npu_loss",
     }.items():
         assert resolve(alias)[0] is known_converters()[name]
     assert resolve("npu_rope") == (known_converters()["npu_rope"], False)
@@ -194,6 +195,7 @@ def test_kernelize_takes_what_applies():
         "npu_rope": 0,
         "npu_swiglu": 2,
         "npu_linear": 6,
+        "npu_loss": 0,
     }
     with pytest.raises(ConverterError, match="matched nothing"):
         jumar.kernelize(nn.Sequential(nn.ReLU()), strict=True)

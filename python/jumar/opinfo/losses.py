@@ -95,6 +95,7 @@ def _linear_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     """(rows.., features, classes, reduction, bias, options)"""
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     for rows, k, n, reduction, bias, options in (
+        ((0,), 8, 5, "sum", True, {}),
         ((1,), 1, 1, "sum", False, {}),
         ((3,), 7, 5, "mean", True, {}),
         ((2, 9), 33, 17, "sum", False, {"label_smoothing": 0.1}),
@@ -199,6 +200,7 @@ def _vendor_terms(
 
 def _vendor_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     for n, c, reduction, weighted, options in (
+        (0, 3, "sum", False, {}),
         (1, 1, "sum", False, {}),
         (5, 7, "mean", False, {}),
         (9, 33, "none", True, {"ignore_index": 3}),
@@ -256,6 +258,7 @@ ENTRIES = (
         bench=_linear_bench,
         shapes_file="linear_cross_entropy",
         flops=_linear_flops,
+        fixed=("target",),
         call=_linear_call,
         target=MULTIPLIES,
     ),
@@ -275,7 +278,7 @@ ENTRIES = (
         bench=_vendor_bench,
         shapes_file="cross_entropy",
         traffic=_vendor_traffic,
-        fixed=("weight",),
+        fixed=("target", "weight"),
         call=_vendor_call,
         target=STREAMS,
     ),
