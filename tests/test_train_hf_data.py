@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
@@ -86,6 +87,21 @@ def test_every_answer_is_learned_and_nothing_else(tokenizer, template):
 def test_answers_that_look_like_something_else(tokenizer, turns):
     expected = [f"{turn}<|im_end|>" for turn in turns[1::2]]
     assert _spans(tokenizer, CHATML, *turns) == expected == _spans(tokenizer, MARKED, *turns)
+
+
+def test_answers_of_random_conversations(tokenizer):
+    """Found as transformers finds them by the marks of a template that renders the same."""
+    pieces = ["a", "ok", " ", "\n", "<|im_end|>", "<|im_start|>", "assistant", "user", "<think>", "</think>", "|>", "🧗", "中"]
+    dice = random.Random(1)
+    for _ in range(200):
+        roles = ["system"] * dice.randint(0, 1) + ["user", "assistant"] * dice.randint(1, 4)
+        messages = tuple((role, "".join(dice.choices(pieces, k=dice.randint(0, 4)))) for role in roles)
+        found = []
+        for template in (CHATML, MARKED):
+            tokenizer.chat_template = template
+            found.append(chat.encode(records.Record("here", messages), tokenizer))
+        tokenizer.chat_template = CHATML
+        assert found[0] == found[1], messages
 
 
 def test_template_that_drops_thoughts(tokenizer):

@@ -2,12 +2,14 @@
 
 A template is a program: it may drop parts of earlier answers (Qwen3 drops their thoughts), add empty ones, or put text of its
 own around them. So answers are not rendered one by one and glued together. The whole conversation is rendered once, and each
-answer is found in it: it begins where the conversation before it, with the opening of an answer, ends, and it ends with its
-content and what the template closes it with. Both are checked; a conversation in which they cannot be found is an error.
+answer is found in it: it begins where the conversation before it, with the opening of an answer, ends; it ends before what
+follows another content in its place, with what the template closes it with. Its content must stand there: a conversation in
+which an answer cannot be found is an error.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Any
 
@@ -17,6 +19,7 @@ from jumar.train.hf.records import Record
 IGNORED = -100
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THOUGHTS = "</think>"
+_MARK = "\u2063the answer\u2063"
 
 
 def check_template(tokenizer: Any, folder: Any) -> None:
@@ -85,8 +88,7 @@ def answers(text: str, messages: list[dict[str, str]], tokenizer: Any, where: st
                 f"{where}: the chat template renders what comes before message {number + 1} in another way when "
                 "that message follows, so its answer cannot be found"
             )
-        through = _render(messages[: number + 1], tokenizer, where)
-        end = _end(text, begin, through, message["content"])
+        end = _end(text, begin, messages, number, tokenizer, where)
         if end is None:
             raise JobError(
                 f"{where}: the content of message {number + 1} is not in what the chat template makes of it"
@@ -118,16 +120,23 @@ def _begin(text: str, before: list[dict[str, str]], tokenizer: Any, where: str) 
     return len(plain) + shared
 
 
-def _end(text: str, begin: int, through: str, content: str) -> int | None:
-    """The end of an answer that begins at ``begin``; None when its content is not found."""
+def _end(
+    text: str, begin: int, messages: list[dict[str, str]], number: int, tokenizer: Any, where: str
+) -> int | None:
+    """The end of the answer ``number``, which begins at ``begin``; None when its content does not stand before it.
+
+    Another content in its place shows what follows it; and what follows when it is the last message, its closing.
+    """
+    marked = [*messages]
+    marked[number] = {**messages[number], "content": _MARK}
+    pieces = [_render(part, tokenizer, where).split(_MARK) for part in (marked, marked[: number + 1])]
+    if any(len(piece) != 2 for piece in pieces):
+        return None
+    (_, after), (_, last) = pieces
+    end = len(text) - len(after)
     # Templates strip answers, and leave out the thoughts of earlier ones.
-    for form in dict.fromkeys((content, content.strip(), content.rsplit(_THOUGHTS, 1)[-1].strip())):
-        place = through.rfind(form)
-        if place < 0:
-            continue
-        closing = through[place + len(form) :].rstrip()
-        found = text.find(form + closing, begin)
-        # What closes an answer closes this one: beyond it another message begins.
-        if found >= 0 and (not closing or closing in form or text.find(closing, begin) == found + len(form)):
-            return found + len(form) + len(closing)
-    return None
+    content = messages[number]["content"].strip()
+    forms = (content, content.rsplit(_THOUGHTS, 1)[-1].strip())
+    if end < begin or not text.endswith(after) or not text[begin:end].strip().endswith(forms):
+        return None
+    return end + len(os.path.commonprefix([after, last]).rstrip())
