@@ -87,7 +87,7 @@ def test_one_step_from_any_state(dtype, options, step):
             error = max_ulp(mine, right, floor=1e-14)
             assert error <= 2.0
             if dtype != torch.float64:
-                assert error <= max(max_ulp(other, right, floor=1e-14), 0.51)
+                assert error <= max(max_ulp(other, right, floor=1e-14), 0.52)
         assert {s["step"].item() for s in states} == {states[1]["step"].item()}
 
 

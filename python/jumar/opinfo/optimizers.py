@@ -17,7 +17,7 @@ LR, BETA1, BETA2, EPS, DECAY, STEP = 1e-2, 0.9, 0.95, 1e-8, 0.1, 10
 _CORRECTION1, _CORRECTION2 = 1 - BETA1**STEP, 1 - BETA2**STEP
 
 # Computed in fp64 and rounded once. fp64 itself loses where terms cancel.
-_ROUNDED = Bound(half=0.51, single=0.51, double=2.0, terms=4.0)
+_ROUNDED = Bound(half=0.52, single=0.51, double=2.0, terms=4.0)
 
 
 def _formula(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -58,7 +58,7 @@ struct Entry {
       const auto near = [&](const Buffer& out, long double expected, double terms, const char* name) {
         const auto e = static_cast<double>(expected);
         const double got = out.Get(static_cast<int64_t>(i));
-        ASSERT_LE(std::abs(got - e), 0.51 * UlpSize(out.view().dtype, e) + 0x1p-50 * terms)
+        ASSERT_LE(std::abs(got - e), 0.52 * UlpSize(out.view().dtype, e) + 0x1p-50 * terms)
             << what << " " << name << "[" << i << "] of " << Describe(out.view()) << ": " << got << ", not " << e;
       };
       const double update = before[0][i] - static_cast<double>(s.param);
