@@ -196,6 +196,13 @@ def _row(**values) -> BenchRow:
     return row
 
 
+def test_targets_as_text(capsys):
+    assert OPERATORS["npu_linear"].target.text.startswith("75 % of the limit, bf16 10x eager, 1x")
+    with pytest.raises(SystemExit):
+        cli.main(["ops", "npu_rms_norm"])
+    assert "75 % of the limit, 2x eager, 1x Inductor" in capsys.readouterr().out
+
+
 def test_targets():
     def texts(*rows: BenchRow, limits: Limits = LIMITS) -> list[str]:
         return [miss.text for miss in targets.below(Result(limits, list(rows)))]

@@ -159,6 +159,7 @@ def _operator(name: str, schema: str) -> dict[str, Any]:
         return entry
     entry["shapes"] = info.shapes
     entry["gradient"] = list(info.backward)
+    entry["speed asked"] = info.target.text
     entry["bounds"] = {
         opinfo.dtype_name(dtype): ", ".join(f"{k} {b.text(dtype)}" for k, b in info.bounds.items())
         for dtype in dtypes

@@ -183,9 +183,10 @@ def draw(result: Result, path: str) -> None:
         axes.barh([y for y, _ in bars], [x for _, x in bars], height=0.38, label=name)
     axes.axvline(1.0, color="black", linewidth=0.8)
     axes.set_xscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set_yticks(range(len(rows)), [f"{r.op} {r.dtype} {r.shape}" for r in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set_xlabel("time of the contender / time of jumar, forward + backward where there is a gradient")
+    axes.set_xlabel("how many times longer than jumar, forward + backward")
     axes.legend()
     colours = {"bytes": "tab:green", "flops": "tab:purple"}
     for limit, colour in colours.items():
@@ -193,8 +194,8 @@ def draw(result: Result, path: str) -> None:
         name = {"bytes": "copy bandwidth", "flops": "multiply-add peak"}[limit]
         percent.barh([y for y, _ in bars], [x for _, x in bars], color=colour, label=name)
     percent.axvline(75.0, color="black", linewidth=0.8)
-    percent.set_xlabel("percent of the limit (the line: 75 %)")
-    percent.legend()
+    percent.set_xlabel("percent of the limit (line: 75)")
+    percent.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=2, fontsize=7)
     figure.suptitle(limits_text(result), fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

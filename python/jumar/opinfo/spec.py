@@ -101,6 +101,16 @@ class Target:
     bytes: float = 0.0
     flops: float = 0.0
 
+    @property
+    def text(self) -> str:
+        """For the command line: ``75 % of the limit, 2x eager, 1x Inductor``."""
+        parts = [f"{self.percent:g} % of the limit"] if self.percent else []
+        parts += [f"{self.eager:g}x eager"] if self.eager else []
+        parts += [f"{self.inductor:g}x Inductor"] if self.inductor else []
+        if self.bf16:
+            parts.append("bf16 {:g}x eager, {:g}x with bf16 dot products".format(*self.bf16))
+        return ", ".join(parts)
+
 
 #: What moves memory and little else. What multiplies matrices.
 STREAMS = Target(percent=75.0, eager=2.0, inductor=1.0, bytes=64e6)
