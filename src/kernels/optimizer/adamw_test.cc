@@ -273,6 +273,19 @@ TEST(AdamW, LiteralValues) {
   }
 }
 
+// A large moment that has no weight leaves nothing behind.
+TEST(AdamW, NoFirstMoment) {
+  ForEachSimdTarget([](const std::string&) {
+    for (const DType dtype : FloatDTypes()) {
+      Entry e(dtype, {37}, 1, {1e-3, 0.0, 0.5, 1e-3, 0.0, false, 1.0, 0.5});
+      e.grad.Fill([](int64_t i) { return 0.25 + static_cast<double>(i); });
+      e.exp_avg.Fill([&](int64_t) { return dtype == DType::kF16 ? 60000.0 : 0x1p70; });
+      AdamW("adamw", {e.Tensors()});
+      EXPECT_EQ(e.exp_avg.ToDoubles(), e.grad.ToDoubles());
+    }
+  });
+}
+
 TEST(AdamW, Errors) {
   const Buffer memory(DType::kF32, {64});
   const auto at = [&](int64_t offset, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
