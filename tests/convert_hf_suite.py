@@ -17,19 +17,20 @@ from jumar.convert import revert
 from jumar.convert.registry import ALREADY
 
 NAMES = list(models.BUILT_IN)
-#: sites of (npu_rms_norm, npu_rope, npu_swiglu, npu_linear) in the built-in models
+#: sites of (npu_rms_norm, npu_rope, npu_swiglu, npu_linear, npu_loss) in the built-in models
 SITES = {
-    "llama": (5, 2, 2, 15),
-    "qwen2": (5, 2, 2, 15),
-    "qwen3": (9, 2, 2, 15),
-    "qwen2_5_vl": (10, 4, 4, 27),
-    "qwen3_vl": (9, 4, 2, 27),
+    "llama": (5, 2, 2, 15, 1),
+    "qwen2": (5, 2, 2, 15, 1),
+    "qwen3": (9, 2, 2, 15, 1),
+    "qwen2_5_vl": (10, 4, 4, 27, 1),
+    "qwen3_vl": (9, 4, 2, 27, 1),
 }
 CALLS = {
     "npu_rms_norm": ("npu_rms_norm", 1),
     "npu_rope": ("npu_rotary_mul", 2),  # q and k
     "npu_swiglu": ("swiglu_gate_up", 1),
     "npu_linear": ("npu_linear", 1),
+    "npu_loss": ("linear_cross_entropy", 1),
 }
 
 
