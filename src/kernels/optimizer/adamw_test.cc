@@ -112,6 +112,30 @@ TEST(AdamW, Cancellation) {
   });
 }
 
+// An update that takes all but 2^-18 of the parameter away: its own error must not show in what is left.
+TEST(AdamW, CancellationOfTheParameter) {
+  ForEachSimdTarget([](const std::string&) {
+    for (const DType dtype : FloatDTypes()) {
+      for (uint64_t seed = 1; seed < 40; seed += 3) {
+        Entry e(dtype, {19}, seed, Numbers(5));
+        for (Buffer* b : {&e.param, &e.grad, &e.exp_avg, &e.exp_avg_sq}) {
+          const double first = std::abs(b->Get(0));
+          b->Fill([&](int64_t) { return first; });
+        }
+        e.Remember();
+        AdamWNumbers one = e.numbers;
+        one.lr = 1;
+        one.weight_decay = 0;
+        const double p = e.param.Get(0);
+        const auto s = ref::AdamW(one, e.grad.Get(0), {0, e.exp_avg.Get(0), e.exp_avg_sq.Get(0)});
+        e.numbers.lr = p * (1 - 0x1p-18) / (e.numbers.weight_decay * p - static_cast<double>(s.param));
+        AdamW("adamw", {e.Tensors()});
+        e.Check("seed " + std::to_string(seed));
+      }
+    }
+  });
+}
+
 // Roots below what fp32 holds of v, beside an eps that does not hide them.
 TEST(AdamW, SmallRoots) {
   ForEachSimdTarget([](const std::string&) {
