@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from jumar.opinfo.cases import Source, _shape_text, sliced, transposed
+from jumar.opinfo.cases import Source, _shape_text, expanded, sliced, transposed
 from jumar.opinfo.spec import STREAMS, Bound, Case, OpInfo
 
 _Shape = dict[str, int]
@@ -90,6 +90,7 @@ def _one_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         if shape == (37, 257):
             for name, change in (("sliced", sliced), ("transposed", transposed)):
                 yield Case(f"37x257, {name}", {k: change(t) for k, t in tensors.items()})
+            yield Case("37x257, expanded gradient", tensors | {"grad": expanded(tensors["grad"])})
 
 
 def _one_bench(shape: _Shape, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -142,7 +143,11 @@ def _all_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         [(37, 257), (3,), (130, 65)],
     ):
         tensors = _lists(Source(dtype, seed + len(shapes)), shapes)
-        yield Case(" and ".join(map(_shape_text, shapes)), tensors)
+        label = " and ".join(map(_shape_text, shapes))
+        yield Case(label, tensors)
+    for name, change in (("sliced", sliced), ("transposed", transposed)):
+        yield Case(f"{label}, {name}", {k: [change(t) for t in v] for k, v in tensors.items()})
+    yield Case(f"{label}, expanded gradient", tensors | {"grads": [expanded(g) for g in tensors["grads"]]})
 
 
 def _all_bench(shape: _Shape, dtype: torch.dtype) -> dict[str, list[Tensor]]:
