@@ -251,3 +251,12 @@ def test_configs_of_the_repository(config):
             # A Hugging Face model is the user's to bring.
             if key.path and name in job.given and name != "model.hf_assets_path":
                 assert job.path(f"{section}.{key.name}")
+
+
+def test_steps_on_the_command_line_win_over_epochs_in_the_file(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text('[model]\nname = "hf"\nhf_assets_path = "."\n[training]\ndataset_path = "."\nepochs = 5\n')
+    assert load(str(file))["training"]["epochs"] == 5
+    short = load(str(file), ["--training.steps=3"])["training"]
+    assert (short["steps"], short["epochs"]) == (3, None)
+    assert load(str(file), ["training.steps=3", "training.epochs=2"])["training"]["epochs"] == 2

@@ -69,6 +69,7 @@ def load(config_file: str, overrides: Iterable[str] = ()) -> Job:
     Args:
         config_file: a TOML file.
         overrides: ``section.key=value`` strings, which win over the file; leading dashes are allowed.
+            ``training.steps`` among them wins over the file's ``training.epochs``, too.
 
     Raises:
         JobError: the file is missing or is no TOML; a section, key, value or type is unknown or wrong. The text names
@@ -91,6 +92,7 @@ def load(config_file: str, overrides: Iterable[str] = ()) -> Job:
             key = _key(section, name, config_file)
             values[section][name] = _check(section, key, value, config_file)
             given.add(f"{section}.{name}")
+    commanded = set()
     for override in overrides:
         name, separator, text = override.lstrip("-").partition("=")
         if not separator or "." not in name:
@@ -100,7 +102,10 @@ def load(config_file: str, overrides: Iterable[str] = ()) -> Job:
         key = _key(section, name, "command line")
         value = _parse(section, key, text)
         values[section][name] = _check(section, key, value, "command line")
-        given.add(f"{section}.{name}")
+        commanded.add(f"{section}.{name}")
+    given |= commanded
+    if "training.steps" in commanded and "training.epochs" not in commanded:
+        values["training"]["epochs"] = None  # else the file's number of passes would win over the command line
     absent = elsewhere(values["model"]["name"] or "")
     for section, keys in SECTIONS.items():
         for key in keys:

@@ -77,7 +77,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
         Key("deterministic", "bool", False, "torch.use_deterministic_algorithms"),
         Key("packing", "bool", False, "hf: fill sequences with several samples, which never see one another"),
         Key("too_long", "str", "truncate", "hf: what is done with a sample of more than seq_len tokens", ("truncate", "drop")),
-        Key("epochs", "float", None, "hf: passes over the data, in place of `steps`", minimum=0),
+        Key("epochs", "float", None, "hf: passes over the data, in place of `steps`; put aside by a `steps` on the command line", minimum=0),
         Key("loss_chunks", "int", 1, "jumar: chunks of the sequence for the loss; >1 saves memory", minimum=1),
     ),
     "chat": (
