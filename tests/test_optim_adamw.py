@@ -439,3 +439,10 @@ def test_other_devices_take_torchs_step():
     half.grad = torch.empty_like(half)
     with pytest.raises(RuntimeError, match="master_weights needs parameters on the CPU"):
         AdamW([half], master_weights=True).step()
+
+
+def test_import_jumar_is_enough():
+    import subprocess
+    import sys
+
+    subprocess.run([sys.executable, "-c", "import jumar; jumar.optim.AdamW"], check=True)

@@ -21,6 +21,7 @@ from jumar._load import (
 )
 
 if TYPE_CHECKING:
+    from jumar import optim
     from jumar.convert import convert, kernelize
 
 __version__ = "0.1.0"
@@ -30,9 +31,11 @@ _LAZY = {"convert": "jumar.convert", "kernelize": "jumar.convert"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        import importlib
+    import importlib
 
+    if name == "optim":
+        return importlib.import_module("jumar.optim")
+    if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'jumar' has no attribute {name!r}")
 
@@ -44,6 +47,7 @@ __all__ = [
     "kernelize",
     "num_threads",
     "ops",
+    "optim",
     "reset_call_counts",
     "set_simd_target",
     "simd_target",
