@@ -119,7 +119,10 @@ def test_many_steps_with_groups():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_state_goes_both_ways(dtype, ours_first):
-    """Three steps of one, its state into the other, three more: as six steps of either."""
+    """Three steps of one, its state into the other: not a bit is lost. In fp32, three more: as six steps of either.
+
+    (In bf16 torch rounds after every operation; ours is held to fp64 by test_op_adam_w.py.)
+    """
     kinds = (AdamW, torch.optim.AdamW) if ours_first else (torch.optim.AdamW, AdamW)
     ps, qs = parameters(dtype), parameters(dtype)
     first = kinds[0](ps, lr=1e-2)
@@ -132,13 +135,15 @@ def test_state_goes_both_ways(dtype, ours_first):
     second.load_state_dict(pickle.loads(pickle.dumps(first.state_dict())))
     assert second.param_groups[0]["lr"] == 1e-2
     assert first.state_dict()["param_groups"] == second.state_dict()["param_groups"]
-    tolerance = {"rtol": 2e-2, "atol": 1e-3} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-6}
+    assert_same_state(second, first, rtol=0, atol=0)
     for step in range(3, 6):
         give_gradients(ps, qs, seed=step)
         first.step()
         second.step()
-    assert_same(qs, ps, **tolerance)
-    assert_same_state(second, first, **tolerance)
+    assert all(second.state[q]["step"] == 6 for q in qs)
+    if dtype == torch.float32:
+        assert_same(qs, ps, rtol=1e-5, atol=1e-6)
+        assert_same_state(second, first, rtol=1e-5, atol=1e-6)
 
 
 def test_distributed_checkpoint_functions():
@@ -285,18 +290,27 @@ def test_grad_scaler():
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_non_finite_gradients_go_as_torchs(dtype):
-    def run(kind):
+    """NaN and infinities where torch has them; the elements beside them as if there were none."""
+    bad = {1: float("nan"), 2: float("inf"), 5: float("-inf")}
+
+    def run(kind, values):
         p = nn.Parameter(torch.arange(8.0).to(dtype))
         optimizer = kind([p], lr=1e-2, eps=1e-3)
         for step in range(3):
             p.grad = torch.linspace(-1, 1, 8).to(dtype)
             if step == 1:
-                p.grad[1], p.grad[2], p.grad[5] = float("nan"), float("inf"), float("-inf")
+                for i, value in values.items():
+                    p.grad[i] = value
             optimizer.step()
         return p.detach(), *(optimizer.state[p][k] for k in ("exp_avg", "exp_avg_sq"))
 
-    for ours, theirs in zip(run(AdamW), run(torch.optim.AdamW), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=1e-2, equal_nan=True)
+    beside = [i for i in range(8) if i not in bad]
+    for ours, theirs, clean in zip(
+        run(AdamW, bad), run(torch.optim.AdamW, bad), run(AdamW, {}), strict=True
+    ):
+        torch.testing.assert_close(ours[list(bad)], theirs[list(bad)], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(ours[beside], clean[beside])
+        assert not torch.isfinite(ours[list(bad)]).all() and torch.isfinite(ours[beside]).all()
 
 
 def test_layouts():
