@@ -15,28 +15,49 @@ namespace hn = hwy::HWY_NAMESPACE;
 // Elements whose intermediate values wait in L1: one long chain of operations per element would leave the CPU idle.
 constexpr size_t kRun = 256;
 
-// numerator / (sqrt(v) + eps). With `exact` off, good to 2^-44, at a third of the time of fp64's square root and
-// division: one Newton step each from fp32's. With s0 = sqrt(v) (1 + e0) and h0 = 1 / (2 s0) in fp32,
-// s = s0 + (v - s0^2) h0 = sqrt(v) (1 + O(e0^2)), and r = r0 (2 - x r0) is 1 / x when r0 is fp32's.
-template <bool kExact, class D, class V>
-HWY_INLINE V OverRoot(D d, V numerator, V v, V eps) {
-  if constexpr (!kExact) {
-    const hn::Rebind<float, D> df;
-    const auto low = hn::Set(d, 0x1p-100);
-    const auto high = hn::Set(d, 0x1p100);
-    const auto f0 = hn::Sqrt(hn::DemoteTo(df, v));
-    const auto s0 = hn::PromoteTo(d, f0);
-    const auto x0 = hn::Add(s0, eps);
-    const auto usual = hn::And(hn::Gt(v, low), hn::Lt(v, high));
-    const auto in_range = hn::And(hn::Or(usual, hn::Eq(v, hn::Zero(d))), hn::And(hn::Gt(x0, low), hn::Lt(x0, high)));
-    if (HWY_LIKELY(hn::AllTrue(d, in_range))) {
-      const auto h0 = hn::PromoteTo(d, hn::Div(hn::Set(df, 0.5f), f0));
-      const auto x = hn::Add(x0, hn::IfThenElseZero(usual, hn::Mul(hn::NegMulAdd(s0, s0, v), h0)));
-      const auto r0 = hn::PromoteTo(d, hn::Div(hn::Set(df, 1.0f), hn::DemoteTo(df, x)));
-      return hn::Mul(numerator, hn::Mul(r0, hn::NegMulAdd(x, r0, hn::Set(d, 2.0))));
+// update / (sqrt(v) + eps) good to 2^-44, at a third of the time of fp64's square root and division: one Newton step
+// each from fp32's. With s0 = sqrt(v) (1 + e0) and h0 = 1 / (2 s0) in fp32, s = s0 + (v - s0^2) h0 = sqrt(v) (1 +
+// O(e0^2)), and r = r0 (2 - x r0) is 1 / x when r0 is fp32's. False where a root is out of the range of fp32.
+template <class D, class V>
+HWY_INLINE hn::Mask<D> OverRoot(D d, V v, V eps, V& update) {
+  const hn::Rebind<float, D> df;
+  const auto low = hn::Set(d, 0x1p-100);
+  const auto high = hn::Set(d, 0x1p100);
+  const auto f0 = hn::Sqrt(hn::DemoteTo(df, v));
+  const auto s0 = hn::PromoteTo(d, f0);
+  const auto x0 = hn::Add(s0, eps);
+  const auto usual = hn::And(hn::Gt(v, low), hn::Lt(v, high));
+  const auto h0 = hn::PromoteTo(d, hn::Div(hn::Set(df, 0.5f), f0));
+  const auto x = hn::Add(x0, hn::IfThenElseZero(usual, hn::Mul(hn::NegMulAdd(s0, s0, v), h0)));
+  const auto r0 = hn::PromoteTo(d, hn::Div(hn::Set(df, 1.0f), hn::DemoteTo(df, x)));
+  update = hn::Mul(update, hn::Mul(r0, hn::NegMulAdd(x, r0, hn::Set(d, 2.0))));
+  return hn::And(hn::Or(usual, hn::Eq(v, hn::Zero(d))), hn::And(hn::Gt(x0, low), hn::Lt(x0, high)));
+}
+
+// The same for n elements, two vectors at a time: one chain of operations alone leaves the CPU idle. v and update are
+// readable, and update is writable, up to the next multiple of two vectors.
+template <bool kExact>
+HWY_INLINE void OverRoots(double eps, const double* HWY_RESTRICT v, size_t n, double* HWY_RESTRICT update) {
+  const hn::ScalableTag<double> d;
+  const size_t lanes = hn::Lanes(d);
+  const auto add = hn::Set(d, eps);
+  for (size_t i = 0; i < n; i += 2 * lanes) {
+    const auto v0 = hn::Load(d, v + i), v1 = hn::Load(d, v + i + lanes);
+    auto u0 = hn::Load(d, update + i), u1 = hn::Load(d, update + i + lanes);
+    if constexpr (!kExact) {
+      auto fast0 = u0, fast1 = u1;
+      const auto good0 = OverRoot(d, v0, add, fast0), good1 = OverRoot(d, v1, add, fast1);
+      if (HWY_LIKELY(hn::AllTrue(d, hn::And(good0, good1)))) {
+        hn::Store(fast0, d, update + i);
+        hn::Store(fast1, d, update + i + lanes);
+        continue;
+      }
     }
+    u0 = hn::Div(u0, hn::Add(hn::Sqrt(v0), add));
+    u1 = hn::Div(u1, hn::Add(hn::Sqrt(v1), add));
+    hn::Store(u0, d, update + i);
+    hn::Store(u1, d, update + i + lanes);
   }
-  return hn::Div(numerator, hn::Add(hn::Sqrt(v), eps));
 }
 
 // New moments of a vector. torch's lerp: from the nearer end, so that infinities go the same way.
@@ -65,6 +86,8 @@ HWY_INLINE void Updates(const AdamWConstants& c, const AdamWBlockPointers& p, si
   constexpr bool kExact = std::is_same_v<M, double>;
   const hn::ScalableTag<double> d;
   HWY_ALIGN double v[kRun];
+  // Whole pairs of vectors are read.
+  for (size_t i = n; i < HWY_MIN(kRun, n + 2 * hn::Lanes(d)); ++i) v[i] = update[i] = 1;
   const G* grad = static_cast<const G*>(p.grad) + at;
   const M* avg = static_cast<const M*>(p.exp_avg) + at;
   const M* avg_sq = static_cast<const M*>(p.exp_avg_sq) + at;
@@ -86,9 +109,7 @@ HWY_INLINE void Updates(const AdamWConstants& c, const AdamWBlockPointers& p, si
     });
   }
   // Both sides of the division carry sqrt(correction2): one division for two.
-  ForEachF64(d, n, [&](const auto& load, const auto& store) HWY_ATTR {
-    store(OverRoot<kExact>(d, load(update), load(&v[0]), hn::Set(d, c.eps)), update);
-  });
+  OverRoots<kExact>(c.eps, v, n, update);
 }
 
 template <typename T>
@@ -124,46 +145,73 @@ AdamWBlockPointers Further(const AdamWBlockPointers& p, size_t i) {
 // (lerp, and param - update) is as good as its operands. A vector goes through fp64 instead where an operand's error
 // could show: a difference below kShare of its operands, or roots out of the range of fp32. The error before rounding
 // is then below 2^-6 ulp.
-template <typename T>
-void Block16(const AdamWConstants& c, const AdamWBlockPointers& p, size_t n) {
+template <typename T, class D, class V>
+HWY_INLINE hn::Mask<D> Step16(D d, const AdamWConstants& c, const AdamWBlockPointers& p, size_t i, V& param, V& avg,
+                              V& v) {
   constexpr float kShare = std::is_same_v<T, BF16> ? 0x1p-8f : 0x1p-5f;
-  const hn::ScalableTag<float> d;
-  const size_t lanes = hn::Lanes(d);
-  const auto high = [&](double x) HWY_ATTR { return hn::Set(d, static_cast<float>(x)); };
-  const auto rest = [&](double x) HWY_ATTR { return hn::Set(d, static_cast<float>(x - static_cast<float>(x))); };
-  const auto sign = high(c.sign), weight1 = high(c.weight1), weight1_rest = rest(c.weight1);
-  const auto beta2 = high(c.beta2), weight2 = high(c.weight2), step_size = high(c.step_size), eps = high(c.eps);
-  const auto keep = high(c.keep), keep_rest = rest(c.keep);
+  const auto high = [](double x) { return static_cast<float>(x); };
+  const auto rest = [](double x) { return static_cast<float>(x - static_cast<float>(x)); };
+  const auto g = hn::Mul(LoadWide(d, static_cast<const T*>(p.grad) + i), hn::Set(d, high(c.sign)));
+  const auto old_avg = LoadWide(d, static_cast<const T*>(p.exp_avg) + i);
+  const auto distance = hn::Sub(g, old_avg);
+  const auto weight1 = hn::Set(d, high(c.weight1));
+  avg = hn::MulAdd(distance, hn::Set(d, rest(c.weight1)), hn::MulAdd(distance, weight1, old_avg));
+  const auto old_v = LoadWide(d, static_cast<const T*>(p.exp_avg_sq) + i);
+  v = hn::MulAdd(hn::Mul(hn::Set(d, high(c.weight2)), g), g, hn::Mul(old_v, hn::Set(d, high(c.beta2))));
+  const auto root = hn::Add(hn::Sqrt(v), hn::Set(d, high(c.eps)));
+  const auto update = hn::Div(hn::Mul(hn::Set(d, high(c.step_size)), avg), root);
+  const auto old_param = LoadWide(d, static_cast<const T*>(p.param) + i);
+  param = hn::MulAdd(old_param, hn::Set(d, high(c.keep)), hn::MulSub(old_param, hn::Set(d, rest(c.keep)), update));
+
   const auto low_root = hn::Set(d, 0x1p-100f), high_root = hn::Set(d, 0x1p100f), share = hn::Set(d, kShare);
-  const T* grads = static_cast<const T*>(p.grad);
-  const T* params = static_cast<const T*>(p.param);
-  const T* avgs = static_cast<const T*>(p.exp_avg);
-  const T* avg_sqs = static_cast<const T*>(p.exp_avg_sq);
-  T* param_out = static_cast<T*>(p.param_out);
-  T* avg_out = static_cast<T*>(p.exp_avg_out);
-  T* avg_sq_out = static_cast<T*>(p.exp_avg_sq_out);
+  const auto v_good = hn::Or(hn::And(hn::Gt(v, low_root), hn::Lt(v, high_root)), hn::Eq(v, hn::Zero(d)));
+  const auto root_good = hn::And(hn::Gt(root, low_root), hn::Lt(root, high_root));
+  const auto avg_good = hn::Ge(hn::Abs(avg), hn::Mul(share, hn::Abs(hn::Mul(distance, weight1))));
+  const auto param_good = hn::Ge(hn::Abs(param), hn::Mul(share, hn::Abs(update)));
+  return hn::And(hn::And(v_good, root_good), hn::And(avg_good, param_good));
+}
+
+// Rounds to nearest even; v holds no NaN.
+template <class D, typename T>
+HWY_INLINE void StoreNumbers(D d, hn::Vec<D> v, T* p) {
+  if constexpr (std::is_same_v<T, BF16>) {
+    const hn::RebindToUnsigned<D> du;
+    const hn::Rebind<uint16_t, D> du16;
+    const auto bits = hn::BitCast(du, v);
+    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1u));
+    const auto rounded = hn::ShiftRight<16>(hn::Add(hn::Add(bits, hn::Set(du, 0x7FFFu)), odd));
+    hn::StoreU(hn::TruncateTo(du16, rounded), du16, reinterpret_cast<uint16_t*>(p));
+  } else {
+    StoreNarrow(d, v, p);
+  }
+}
+
+template <typename T, class D, class V>
+HWY_INLINE void Store16(D d, const AdamWBlockPointers& p, size_t i, V param, V avg, V v) {
+  StoreNumbers(d, param, static_cast<T*>(p.param_out) + i);
+  StoreNumbers(d, avg, static_cast<T*>(p.exp_avg_out) + i);
+  StoreNumbers(d, v, static_cast<T*>(p.exp_avg_sq_out) + i);
+}
+
+template <typename T>
+void Block16(const AdamWConstants& constants, const AdamWBlockPointers& pointers, size_t n) {
+  // Copies, which no store can change.
+  const AdamWConstants c = constants;
+  const AdamWBlockPointers p = pointers;
+  const hn::ScalableTag<float> d;
+  const size_t pair = 2 * hn::Lanes(d);
   size_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    const auto g = hn::Mul(LoadWide(d, grads + i), sign);
-    const auto old_avg = LoadWide(d, avgs + i);
-    const auto distance = hn::Sub(g, old_avg);
-    const auto avg = hn::MulAdd(distance, weight1_rest, hn::MulAdd(distance, weight1, old_avg));
-    const auto v = hn::MulAdd(hn::Mul(weight2, g), g, hn::Mul(LoadWide(d, avg_sqs + i), beta2));
-    const auto root = hn::Add(hn::Sqrt(v), eps);
-    const auto update = hn::Div(hn::Mul(step_size, avg), root);
-    const auto old_param = LoadWide(d, params + i);
-    const auto param = hn::MulAdd(old_param, keep, hn::MulSub(old_param, keep_rest, update));
-    const auto v_good = hn::Or(hn::And(hn::Gt(v, low_root), hn::Lt(v, high_root)), hn::Eq(v, hn::Zero(d)));
-    const auto root_good = hn::And(hn::Gt(root, low_root), hn::Lt(root, high_root));
-    const auto avg_good = hn::Ge(hn::Abs(avg), hn::Mul(share, hn::Abs(hn::Mul(distance, weight1))));
-    const auto param_good = hn::Ge(hn::Abs(param), hn::Mul(share, hn::Abs(update)));
-    if (HWY_UNLIKELY(!hn::AllTrue(d, hn::And(hn::And(v_good, root_good), hn::And(avg_good, param_good))))) {
-      BlockT<T>(c, Further<T>(p, i), lanes);
+  for (; i + pair <= n; i += pair) {
+    auto param0 = hn::Zero(d), avg0 = hn::Zero(d), v0 = hn::Zero(d);
+    auto param1 = hn::Zero(d), avg1 = hn::Zero(d), v1 = hn::Zero(d);
+    const auto good0 = Step16<T>(d, c, p, i, param0, avg0, v0);
+    const auto good1 = Step16<T>(d, c, p, i + pair / 2, param1, avg1, v1);
+    if (HWY_UNLIKELY(!hn::AllTrue(d, hn::And(good0, good1)))) {
+      BlockT<T>(c, Further<T>(p, i), pair);
       continue;
     }
-    StoreNarrow(d, param, param_out + i);
-    StoreNarrow(d, avg, avg_out + i);
-    StoreNarrow(d, v, avg_sq_out + i);
+    Store16<T>(d, p, i, param0, avg0, v0);
+    Store16<T>(d, p, i + pair / 2, param1, avg1, v1);
   }
   if (i < n) BlockT<T>(c, Further<T>(p, i), n - i);
 }
