@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.opinfo.spec import Case
+from jumar.opinfo.spec import Case, Shape, each
 
 
 class Source:
@@ -66,24 +66,17 @@ def expanded(x: Tensor) -> Tensor:
 _LAYOUTS = {"sliced": sliced, "transposed": transposed}
 
 
-def _grads(source: Source, shapes: list[torch.Size]) -> list[Tensor]:
-    return [source.normal(*shape) for shape in shapes]
-
-
-def _layouts(case: Case) -> Iterator[Case]:
-    """The case in other layouts: inputs and gradients strided, and gradients expanded."""
+def layouts(case: Case, gradients: tuple[str, ...] = ()) -> Iterator[Case]:
+    """The case in other layouts: inputs and gradients strided, and gradients, also those among the inputs, expanded."""
     for name, change in _LAYOUTS.items():
-        tensors = {k: change(v) for k, v in case.tensors.items()}
+        tensors = {k: each(change, v) for k, v in case.tensors.items()}
         yield Case(f"{case.label}, {name}", tensors, case.options, [change(g) for g in case.grads])
-    yield Case(
-        f"{case.label}, expanded gradient",
-        case.tensors,
-        case.options,
-        [expanded(g) for g in case.grads],
-    )
+    tensors = case.tensors | {k: each(expanded, case.tensors[k]) for k in gradients}
+    grads = [expanded(g) for g in case.grads]
+    yield Case(f"{case.label}, expanded gradient", tensors, case.options, grads)
 
 
-def _shape_text(shape: Any) -> str:
+def shape_text(shape: Any) -> str:
     return "x".join(str(n) for n in shape)
 
 
@@ -97,13 +90,14 @@ def norm_cases(dtype: torch.dtype, seed: int, inputs: tuple[str, ...], outputs: 
         source = Source(dtype, seed + sum(shape))
         tensors = {name: source.rows(*shape, scale=2.0) for name in inputs}
         tensors["gamma"] = source.normal(*gamma, dtype=gamma_dtype)
-        return Case(_shape_text(shape), tensors, {}, _grads(source, [torch.Size(shape)] * outputs))
+        grads = [source.normal(*shape) for _ in range(outputs)]
+        return Case(shape_text(shape), tensors, {}, grads)
 
     for shape in _NORM_SHAPES:
         case = make(shape, shape[-1:])
         yield case
         if shape == (37, 257):
-            yield from _layouts(case)
+            yield from layouts(case)
     two = make((5, 6, 19), (6, 19))
     two.label += ", gamma 6x19"
     yield two
@@ -128,27 +122,21 @@ def swiglu_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     ):
         source = Source(dtype, seed + sum(shape))
         x = source.rows(*shape, scale=3.0)
-        half = list(shape)
-        half[dim] //= 2
-        case = Case(
-            f"{_shape_text(shape)}, dim {dim}",
-            {"input": x},
-            {"dim": dim},
-            _grads(source, [torch.Size(half)]),
-        )
+        grad = source.normal(*x.chunk(2, dim)[0].shape)
+        case = Case(f"{shape_text(shape)}, dim {dim}", {"input": x}, {"dim": dim}, [grad])
         yield case
         if shape == (37, 514):
-            yield from _layouts(case)
+            yield from layouts(case)
 
 
 def swiglu_gate_up_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     for shape in ((0, 8), (1, 1), (5, 7), (2, 3, 33), (37, 257)):
         source = Source(dtype, seed + sum(shape))
         tensors = {"gate": source.rows(*shape, scale=3.0), "up": source.rows(*shape)}
-        case = Case(_shape_text(shape), tensors, {}, _grads(source, [torch.Size(shape)]))
+        case = Case(shape_text(shape), tensors, {}, [source.normal(*shape)])
         yield case
         if shape == (37, 257):
-            yield from _layouts(case)
+            yield from layouts(case)
 
 
 def rotary_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
@@ -156,9 +144,8 @@ def rotary_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         source = Source(dtype, seed + sum(shape))
         cos, sin = source.angles(*table, dtype=table_dtype)
         tensors = {"input": source.rows(*shape), "r1": cos, "r2": sin}
-        label = f"{_shape_text(shape)}, table {_shape_text(table)}, {mode}"
-        grads = _grads(source, [torch.Size(shape)])
-        return Case(label, tensors, {"rotary_mode": mode}, grads)
+        label = f"{shape_text(shape)}, table {shape_text(table)}, {mode}"
+        return Case(label, tensors, {"rotary_mode": mode}, [source.normal(*shape)])
 
     for mode in ("half", "interleave"):
         yield make((2, 0, 5, 8), (1, 1, 5, 8), mode)
@@ -171,7 +158,7 @@ def rotary_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         yield make((2, 7, 3, 24), (2, 7, 1, 16), mode)  # partial: the last 8 pass through
         case = make((2, 4, 9, 64), (1, 1, 9, 64), mode)
         yield case
-        yield from _layouts(case)
+        yield from layouts(case)
     if dtype in (torch.bfloat16, torch.float16):
         case = make((2, 4, 9, 64), (1, 1, 9, 64), "half", torch.float32)
         case.label += ", fp32 tables"
@@ -193,12 +180,34 @@ def linear_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         tensors = {"input": source.rows(*rows, k), "weight": source.normal(n, k)}
         if bias:
             tensors["bias"] = source.normal(n)
-        case = Case(
-            f"{_shape_text(rows)} rows, {k} -> {n}{', bias' if bias else ''}",
-            tensors,
-            {},
-            _grads(source, [torch.Size((*rows, n))]),
-        )
+        label = f"{shape_text(rows)} rows, {k} -> {n}{', bias' if bias else ''}"
+        case = Case(label, tensors, {}, [source.normal(*rows, n)])
         yield case
         if k == 257:
-            yield from _layouts(case)
+            yield from layouts(case)
+
+
+def rows_bench(
+    shape: Shape, dtype: torch.dtype, inputs: tuple[str, ...], last: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """``inputs`` of rows and columns, ``last`` of columns."""
+    source = Source(dtype, 1)
+    tensors = {name: source.normal(shape["rows"], shape["cols"]) for name in inputs}
+    return tensors | {name: source.normal(shape["cols"]) for name in last}
+
+
+def swiglu_bench(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {"input": Source(dtype, 1).normal(shape["rows"], 2 * shape["cols"])}
+
+
+def rotary_bench(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    source = Source(dtype, 1)
+    cos, sin = source.angles(1, shape["seq"], 1, shape["dim"])
+    x = source.normal(shape["batch"], shape["seq"], shape["heads"], shape["dim"])
+    return {"input": x, "r1": cos, "r2": sin}
+
+
+def linear_bench(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    m, k, n = shape["m"], shape["k"], shape["n"]
+    source = Source(dtype, 1)
+    return {"input": source.normal(m, k), "weight": source.normal(n, k, scale=k**-0.5)}

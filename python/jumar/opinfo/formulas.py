@@ -70,17 +70,13 @@ def _norm_terms(x: Tensor, u: Tensor, epsilon: float, dims: list[int]) -> Tensor
     return rstd * (u.abs() + xhat.abs() * (u * xhat).abs().mean(dims, keepdim=True))
 
 
-def _sum_to(x: Tensor, shape: torch.Size) -> Tensor:
-    return x.sum_to_size(shape)
-
-
 def rms_norm_terms(t: dict[str, Tensor], grads: list[Tensor], offset: float = 0.0, **options):
     x, gamma, (dy,) = t["input"], t["gamma"], grads
     epsilon, dims = options.get("epsilon", 1e-6), _dims(gamma)
     xhat = x * torch.rsqrt(x.pow(2).mean(dims, keepdim=True) + epsilon)
     return {
         "d input": _norm_terms(x, dy * (offset + gamma), epsilon, dims),
-        "d gamma": _sum_to((dy * xhat).abs(), gamma.shape),
+        "d gamma": (dy * xhat).abs().sum_to_size(gamma.shape),
     }
 
 
@@ -115,7 +111,7 @@ def swiglu_plain(input: Tensor, dim: int = -1) -> tuple[Tensor]:
     return (F.silu(a) * b,)
 
 
-def swiglu_terms(t: dict[str, Tensor], grads: list[Tensor], dim: int = -1):
+def swiglu_terms(t: dict[str, Tensor], grads: list[Tensor], dim: int = -1, **_):
     a, b = t["input"].chunk(2, dim)
     (dy,) = grads
     da = (dy * b).abs() * _silu_slope_terms(a)
@@ -126,7 +122,7 @@ def swiglu_gate_up_plain(gate: Tensor, up: Tensor) -> tuple[Tensor]:
     return (F.silu(gate) * up,)
 
 
-def swiglu_gate_up_terms(t: dict[str, Tensor], grads: list[Tensor]):
+def swiglu_gate_up_terms(t: dict[str, Tensor], grads: list[Tensor], **_):
     return {"d gate": (grads[0] * t["up"]).abs() * _silu_slope_terms(t["gate"])}
 
 
@@ -147,7 +143,7 @@ def rotary_mul_plain(
     return (torch.cat((rotary_mul_plain(x, r1, r2, rotary_mode)[0], rest), dim=-1),)
 
 
-def rotary_mul_terms(t: dict[str, Tensor], grads: list[Tensor], rotary_mode: str = "half"):
+def rotary_mul_terms(t: dict[str, Tensor], grads: list[Tensor], rotary_mode: str = "half", **_):
     x, cos, sin = (t[name].abs() for name in ("input", "r1", "r2"))
     g = grads[0].abs()
     width = cos.shape[-1]
@@ -158,8 +154,8 @@ def rotary_mul_terms(t: dict[str, Tensor], grads: list[Tensor], rotary_mode: str
     return {
         "y": y,
         "d input": dx,
-        "d r1": _sum_to(g[..., :width] * x[..., :width], cos.shape),
-        "d r2": _sum_to(g[..., :width] * rotated, sin.shape),
+        "d r1": (g[..., :width] * x[..., :width]).sum_to_size(cos.shape),
+        "d r2": (g[..., :width] * rotated).sum_to_size(sin.shape),
     }
 
 
@@ -167,7 +163,7 @@ def linear_plain(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> t
     return (F.linear(input, weight, bias),)
 
 
-def linear_terms(t: dict[str, Tensor], grads: list[Tensor]):
+def linear_terms(t: dict[str, Tensor], grads: list[Tensor], **_):
     """Products of magnitudes; a sum of K rounded terms strays with the root of K, so each gets that factor."""
     x, w, g = t["input"].abs(), t["weight"].abs(), grads[0].abs()
     bias = t.get("bias")

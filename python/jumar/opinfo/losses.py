@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jumar.opinfo.cases import Source, _layouts, _shape_text
-from jumar.opinfo.spec import MULTIPLIES, STREAMS, Bound, Case, OpInfo
+from jumar.opinfo.cases import Source, layouts, linear_bench, rows_bench, shape_text
+from jumar.opinfo.spec import (
+    MULTIPLIES,
+    STREAMS,
+    Bound,
+    Case,
+    OpInfo,
+    Shape,
+    passes,
+    product_flops,
+)
 
-_Shape = dict[str, int]
 _IGNORED = -100
+
+
+def _labels(source: Source, rows: tuple[int, ...], classes: int) -> Tensor:
+    return torch.randint(0, classes, rows, generator=source.generator)
 
 
 def _linear_plain(
@@ -22,19 +36,15 @@ def _linear_plain(
     bias: Tensor | None = None,
     ignore_index: int = _IGNORED,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    **options: Any,
 ) -> tuple[Tensor]:
     """Logits in the input's dtype, the loss of them in fp32 (fp64), as models compute it."""
     logits = F.linear(input, weight, bias)
     logits = (logits if logits.dtype == torch.float64 else logits.float()).flatten(0, -2)
     labels = target.flatten()
     loss = F.cross_entropy(
-        logits,
-        labels,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
+        logits, labels, ignore_index=ignore_index, reduction=reduction, **options
     )
     if z_loss:
         squares = torch.where(labels == ignore_index, 0.0, logits.logsumexp(-1).square())
@@ -43,10 +53,6 @@ def _linear_plain(
             total = total / (labels != ignore_index).sum()
         loss = loss + z_loss * total
     return (loss.reshape(target.shape) if reduction == "none" else loss,)
-
-
-def _linear_oracle(*tensors: Tensor, dtype: torch.dtype, **options: object) -> tuple[Tensor]:
-    return _linear_plain(*tensors, **options)
 
 
 def _linear_terms(
@@ -106,61 +112,30 @@ def _linear_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         tensors = {
             "input": source.rows(*rows, k),
             "weight": source.normal(n, k, scale=k**-0.5),
-            "target": torch.randint(0, n, rows, generator=source.generator),
+            "target": _labels(source, rows, n),
         }
         if rows[-1] > 2:
             tensors["target"][..., 1] = _IGNORED
         if bias:
             tensors["bias"] = source.normal(n)
         grad = source.normal(*(rows if reduction == "none" else ()), dtype=compute)
-        label = f"{_shape_text(rows)} tokens, {k} -> {n}, {reduction}"
+        label = f"{shape_text(rows)} tokens, {k} -> {n}, {reduction}"
         case = Case(label, tensors, {"reduction": reduction, **options}, [grad])
         yield case
         if k == 65:
-            yield from _layouts(case)
+            yield from layouts(case)
 
 
-def _linear_bench(shape: _Shape, dtype: torch.dtype) -> dict[str, Tensor]:
-    source = Source(dtype, 1)
-    return {
-        "input": source.normal(shape["m"], shape["k"]),
-        "weight": source.normal(shape["n"], shape["k"], scale=shape["k"] ** -0.5),
-        "target": torch.randint(0, shape["n"], (shape["m"],), generator=source.generator),
-    }
-
-
-def _linear_flops(shape: _Shape) -> tuple[float, float]:
-    forward = 2.0 * shape["m"] * shape["k"] * shape["n"]
-    return forward, 3.0 * forward
-
-
-def _linear_call(*tensors: Tensor, **options: object) -> tuple[Tensor]:
-    return torch.ops.jumar.linear_cross_entropy(*tensors, **options)[:1]
+def _linear_bench(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    return linear_bench(shape, dtype) | {"target": _labels(Source(dtype, 1), (shape["m"],), shape["n"])}
 
 
 def _vendor_plain(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = _IGNORED,
-    label_smoothing: float = 0.0,
+    input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    loss = F.cross_entropy(
-        input,
-        target,
-        None if weight is None else weight.to(input.dtype),
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-    )
+    weight = None if weight is None else weight.to(input.dtype)
+    loss = F.cross_entropy(input, target, weight, **options)
     return loss.reshape(-1), F.log_softmax(input, -1)
-
-
-def _vendor_oracle(
-    *tensors: Tensor, dtype: torch.dtype, **options: object
-) -> tuple[Tensor, Tensor]:
-    return _vendor_plain(*tensors, **options)
 
 
 def _vendor_terms(
@@ -209,7 +184,7 @@ def _vendor_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         source = Source(dtype, seed + n + c)
         tensors = {
             "input": source.rows(n, c, scale=3.0),
-            "target": torch.randint(0, c, (n,), generator=source.generator),
+            "target": _labels(source, (n,), c),
         }
         if n > 2:
             tensors["target"][1] = options.get("ignore_index", 0)
@@ -219,24 +194,17 @@ def _vendor_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         case = Case(f"{n}x{c}, {reduction}", tensors, {"reduction": reduction, **options}, [grad])
         yield case
         if c == 257:
-            yield from _layouts(case)
+            yield from layouts(case)
 
 
-def _vendor_bench(shape: _Shape, dtype: torch.dtype) -> dict[str, Tensor]:
-    source = Source(dtype, 1)
-    return {
-        "input": source.normal(shape["rows"], shape["cols"]),
-        "target": torch.randint(0, shape["cols"], (shape["rows"],), generator=source.generator),
-    }
+def _vendor_bench(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+    target = _labels(Source(dtype, 1), (shape["rows"],), shape["cols"])
+    return rows_bench(shape, dtype, ("input",)) | {"target": target}
 
 
-def _vendor_traffic(shape: _Shape, item: int) -> tuple[float, float]:
-    bytes_ = float(shape["rows"] * shape["cols"] * item)
-    return 2 * bytes_, 4 * bytes_
-
-
-def _vendor_call(*tensors: Tensor, **options: object) -> tuple[Tensor, Tensor]:
-    return torch.ops.jumar.npu_cross_entropy_loss(*tensors, **options)[:2]
+def _first(count: int, name: str, *tensors: Tensor, **options: object) -> tuple[Tensor, ...]:
+    """The first results of an operator, which has others for its backward."""
+    return getattr(torch.ops.jumar, name)(*tensors, **options)[:count]
 
 
 _BOUND = Bound(half=1.0, single=2.0, double=2.0, terms=2.0)
@@ -246,40 +214,33 @@ ENTRIES = (
         name="linear_cross_entropy",
         formula="x = input · Wᵀ + b,  loss = log Σ exp x - x[target]",
         shapes="input [.., H], weight [V, H], target [..], bias [V] or none -> scalar or [..]",
-        doc="docs/ops/linear_cross_entropy.md",
         backward=("linear_cross_entropy_backward",),
         outputs=("loss",),
-        differentiable=("loss",),
-        bounds={name: _BOUND for name in ("loss", "d input", "d weight", "d bias")},
+        bounds=dict.fromkeys(("loss", "d input", "d weight", "d bias"), _BOUND),
         plain=_linear_plain,
-        oracle=_linear_oracle,
         terms=_linear_terms,
         cases=_linear_cases,
         bench=_linear_bench,
-        shapes_file="linear_cross_entropy",
-        flops=_linear_flops,
+        flops=product_flops,
         fixed=("target",),
-        call=_linear_call,
+        call=partial(_first, 1, "linear_cross_entropy"),
         target=MULTIPLIES,
     ),
     OpInfo(
         name="npu_cross_entropy_loss",
         formula="log_prob = x - log Σ exp x,  loss = -w[target] · log_prob[target]",
         shapes="input [N, C], target [N], weight [C] or none -> loss [1] or [N], log_prob [N, C]",
-        doc="docs/ops/npu_cross_entropy_loss.md",
         backward=("npu_cross_entropy_loss_backward",),
         outputs=("loss", "log_prob"),
-        differentiable=("loss",),
-        bounds={name: _BOUND for name in ("loss", "log_prob", "d input")},
+        bounds=dict.fromkeys(("loss", "log_prob", "d input"), _BOUND),
         plain=_vendor_plain,
-        oracle=_vendor_oracle,
         terms=_vendor_terms,
         cases=_vendor_cases,
         bench=_vendor_bench,
         shapes_file="cross_entropy",
-        traffic=_vendor_traffic,
+        traffic=passes(2, 2),
         fixed=("target", "weight"),
-        call=_vendor_call,
+        call=partial(_first, 2, "npu_cross_entropy_loss"),
         target=STREAMS,
     ),
 )

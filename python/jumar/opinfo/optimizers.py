@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from jumar.opinfo.cases import Source, _shape_text, expanded, sliced, transposed
-from jumar.opinfo.spec import STREAMS, Bound, Case, OpInfo
-
-_Shape = dict[str, int]
+from jumar.opinfo.cases import Source, layouts, shape_text
+from jumar.opinfo.spec import STREAMS, Bound, Case, OpInfo, Shape, passes
 
 LR, BETA1, BETA2, EPS, DECAY, STEP = 1e-2, 0.9, 0.95, 1e-8, 0.1, 10
 _CORRECTION1, _CORRECTION2 = 1 - BETA1**STEP, 1 - BETA2**STEP
@@ -47,37 +47,45 @@ def _sizes(p: Tensor, g: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
     return p.abs() + update, first, v
 
 
+def _each(formula: Any, *lists: list[Tensor]) -> tuple[list[Tensor], ...]:
+    """``formula`` of the tensors at each place."""
+    return tuple(map(list, zip(*(formula(*four) for four in zip(*lists, strict=True)), strict=True)))
+
+
+def _entry(outputs: tuple[str, ...], sizes: Any, **own: Any) -> OpInfo:
+    """Writes what it returns: 7 passes, as parameter and moments are read and written, the gradient is read."""
+
+    def terms(t: dict[str, Any], grads: list[Tensor], dtype: torch.dtype) -> dict[str, Any]:
+        return dict(zip(outputs, sizes(*t.values()), strict=True)) if dtype == torch.float64 else {}
+
+    return OpInfo(
+        outputs=outputs,
+        bounds=dict.fromkeys(outputs, _ROUNDED),
+        terms=terms,
+        traffic=passes(7, 0),
+        mutates=outputs,
+        target=STREAMS,
+        **own,
+    )
+
+
 # ---- one parameter
 
 
-def _one_call(grad: Tensor, var: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+def _one_call(var: Tensor, grad: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     return torch.ops.jumar.npu_apply_adam_w(
         BETA1 ** (STEP - 1), BETA2 ** (STEP - 1), LR, DECAY, BETA1, BETA2, EPS, grad, None, None, None, out=[var, m, v]
     )  # fmt: skip
 
 
-def _one_plain(grad: Tensor, var: Tensor, m: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    return _formula(var, grad, m, v)
-
-
-def _one_oracle(*tensors: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return _one_plain(*tensors)
-
-
-def _one_terms(t: dict[str, Tensor], grads: list[Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    if dtype != torch.float64:
-        return {}
-    return dict(zip(("var", "m", "v"), _sizes(t["var"], t["grad"], t["m"], t["v"]), strict=True))
-
-
-def _one_eager(grad: Tensor, var: Tensor, m: Tensor, v: Tensor) -> None:
-    _foreach([var], [grad], [m], [v])
+def _one_eager(*four: Tensor) -> None:
+    _foreach(*([t] for t in four))
 
 
 def _state(source: Source, *shape: int) -> dict[str, Tensor]:
     return {
-        "grad": source.rows(*shape, scale=0.1) if len(shape) > 1 else source.normal(*shape),
         "var": source.normal(*shape),
+        "grad": source.rows(*shape, scale=0.1) if len(shape) > 1 else source.normal(*shape),
         "m": source.normal(*shape, scale=0.1),
         "v": source.normal(*shape, scale=0.1).square(),
     }
@@ -86,14 +94,11 @@ def _state(source: Source, *shape: int) -> dict[str, Tensor]:
 def _one_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     for shape in ((0, 8), (1, 1), (5, 7), (2, 3, 33), (37, 257)):
         tensors = _state(Source(dtype, seed + sum(shape)), *shape)
-        yield Case(_shape_text(shape), tensors)
-        if shape == (37, 257):
-            for name, change in (("sliced", sliced), ("transposed", transposed)):
-                yield Case(f"37x257, {name}", {k: change(t) for k, t in tensors.items()})
-            yield Case("37x257, expanded gradient", tensors | {"grad": expanded(tensors["grad"])})
+        yield (case := Case(shape_text(shape), tensors))
+    yield from layouts(case, ("grad",))
 
 
-def _one_bench(shape: _Shape, dtype: torch.dtype) -> dict[str, Tensor]:
+def _one_bench(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
     return _state(Source(dtype, 1), shape["rows"], shape["cols"])
 
 
@@ -111,23 +116,6 @@ def _all_call(
     return params, exp_avgs, exp_avg_sqs
 
 
-def _all_plain(*lists: list[Tensor]) -> tuple[list[Tensor], ...]:
-    return tuple(map(list, zip(*(_formula(*four) for four in zip(*lists, strict=True)), strict=True)))
-
-
-def _all_oracle(*lists: list[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], ...]:
-    return _all_plain(*lists)
-
-
-def _all_terms(
-    t: dict[str, list[Tensor]], grads: list[Tensor], dtype: torch.dtype
-) -> dict[str, list[Tensor]]:
-    if dtype != torch.float64:
-        return {}
-    sizes = zip(*(_sizes(*four) for four in zip(*t.values(), strict=True)), strict=True)
-    return dict(zip(("params", "exp_avgs", "exp_avg_sqs"), map(list, sizes), strict=True))
-
-
 def _lists(source: Source, shapes: list[tuple[int, ...]]) -> dict[str, list[Tensor]]:
     states = [_state(source, *shape) for shape in shapes]
     names = {"params": "var", "grads": "grad", "exp_avgs": "m", "exp_avg_sqs": "v"}
@@ -143,64 +131,38 @@ def _all_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         [(37, 257), (3,), (130, 65)],
     ):
         tensors = _lists(Source(dtype, seed + len(shapes)), shapes)
-        label = " and ".join(map(_shape_text, shapes))
-        yield Case(label, tensors)
-    for name, change in (("sliced", sliced), ("transposed", transposed)):
-        yield Case(f"{label}, {name}", {k: [change(t) for t in v] for k, v in tensors.items()})
-    yield Case(f"{label}, expanded gradient", tensors | {"grads": [expanded(g) for g in tensors["grads"]]})
+        yield (case := Case(" and ".join(map(shape_text, shapes)), tensors))
+    yield from layouts(case, ("grads",))
 
 
-def _all_bench(shape: _Shape, dtype: torch.dtype) -> dict[str, list[Tensor]]:
+def _all_bench(shape: Shape, dtype: torch.dtype) -> dict[str, list[Tensor]]:
     return _lists(Source(dtype, 1), [(shape["rows"], shape["cols"])] * shape["tensors"])
 
 
-def _traffic(shape: _Shape, item: int) -> tuple[float, float]:
-    """Parameter and moments read and written, the gradient read."""
-    bytes_ = 7.0 * math.prod(shape.values()) * item
-    return bytes_, bytes_
-
-
 ENTRIES = (
-    OpInfo(
+    _entry(
+        ("var", "m", "v"),
+        _sizes,
         name="npu_apply_adam_w",
         formula="m, v: averages of g and g²,  var = var · (1 - lr·λ) - lr · m̂ / (√v̂ + ε)",
         shapes="grad, out = (var, m, v): one shape, in place",
-        doc="docs/ops/npu_apply_adam_w.md",
-        backward=(),
-        outputs=("var", "m", "v"),
-        differentiable=(),
-        bounds={name: _ROUNDED for name in ("var", "m", "v")},
-        plain=_one_plain,
-        oracle=_one_oracle,
-        terms=_one_terms,
+        plain=_formula,
         cases=_one_cases,
         bench=_one_bench,
-        shapes_file="apply_adam_w",
-        traffic=_traffic,
-        mutates=("var", "m", "v"),
         call=_one_call,
         eager=_one_eager,
-        target=STREAMS,
     ),
-    OpInfo(
+    _entry(
+        ("params", "exp_avgs", "exp_avg_sqs"),
+        partial(_each, _sizes),
         name="adamw_",
         formula="npu_apply_adam_w for lists of tensors: the step of jumar.optim.AdamW",
         shapes="params, grads, exp_avgs, exp_avg_sqs: lists of tensors, in place",
         doc="docs/optim.md",
-        backward=(),
-        outputs=("params", "exp_avgs", "exp_avg_sqs"),
-        differentiable=(),
-        bounds={name: _ROUNDED for name in ("params", "exp_avgs", "exp_avg_sqs")},
-        plain=_all_plain,
-        oracle=_all_oracle,
-        terms=_all_terms,
+        plain=partial(_each, _formula),
         cases=_all_cases,
         bench=_all_bench,
-        shapes_file="adamw",
-        traffic=_traffic,
-        mutates=("params", "exp_avgs", "exp_avg_sqs"),
         call=_all_call,
         eager=_foreach,
-        target=STREAMS,
     ),
 )

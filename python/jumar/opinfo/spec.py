@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -116,7 +117,24 @@ class Target:
 STREAMS = Target(percent=75.0, eager=2.0, inductor=1.0, bytes=64e6)
 MULTIPLIES = Target(percent=75.0, bf16=(10.0, 1.0), flops=6e9)
 
+Shape = dict[str, int]
 Terms = Callable[..., dict[str, Value]]
+
+
+def passes(forward: int, backward: int) -> Callable[[Shape, int], tuple[float, float]]:
+    """Traffic of an operator that moves so many tensors of the shape's size, forward and backward."""
+
+    def traffic(shape: Shape, item: int) -> tuple[float, float]:
+        bytes_ = float(math.prod(shape.values()) * item)
+        return forward * bytes_, (forward + backward) * bytes_
+
+    return traffic
+
+
+def product_flops(shape: Shape) -> tuple[float, float]:
+    """Of a matrix product ``m k n``, whose gradient is two."""
+    forward = 2.0 * shape["m"] * shape["k"] * shape["n"]
+    return forward, 3.0 * forward
 
 
 @dataclass(frozen=True)
@@ -127,16 +145,16 @@ class OpInfo:
         name: as in ``torch.ops.jumar``.
         formula: one line.
         shapes: one line.
-        doc: path of its page.
-        backward: the C++ operators that compute its gradient.
+        doc: path of its page; ``docs/ops/NAME.md`` by default.
         outputs: names of the results, in order.
-        differentiable: those of them that carry gradients.
         bounds: result or gradient (``"d NAME"``) -> stated error.
         plain: the formula in plain PyTorch, any dtype; a tuple like the operator's results.
-        terms: magnitudes of the terms that cancel, on fp64 values; ``{}`` where none do.
+        terms: magnitudes of the terms that cancel, on fp64 values, for results of ``dtype``; ``{}`` where none do.
         cases: makes the cases of ``jumar verify`` for a dtype.
         bench: makes the tensors of ``jumar bench`` from a named shape.
-        shapes_file: the named shapes, ``jumar/bench/shapes/NAME.txt``.
+        backward: the C++ operators that compute its gradient.
+        differentiable: the results that carry gradients; by default the first, and none where arguments are written.
+        shapes_file: the named shapes, ``jumar/bench/shapes/NAME.txt``; by default the name without ``npu_``.
         traffic: (forward, forward + backward) bytes that must move, from a shape and an item size.
         flops: the same in floating-point operations. The limit is the larger of both times.
         oracle: where it is not ``plain`` on fp64 inputs: takes the dtype as well.
@@ -154,18 +172,18 @@ class OpInfo:
     name: str
     formula: str
     shapes: str
-    doc: str
-    backward: tuple[str, ...]
-    outputs: tuple[str, ...]
-    differentiable: tuple[str, ...]
     bounds: dict[str, Bound]
     plain: Callable[..., tuple[Value, ...]]
     terms: Terms
     cases: Callable[[torch.dtype, int], Iterator[Case]]
-    bench: Callable[[dict[str, int], torch.dtype], dict[str, Value]]
-    shapes_file: str
-    traffic: Callable[[dict[str, int], int], tuple[float, float]] | None = None
-    flops: Callable[[dict[str, int]], tuple[float, float]] | None = None
+    bench: Callable[[Shape, torch.dtype], dict[str, Value]]
+    outputs: tuple[str, ...] = ("y",)
+    backward: tuple[str, ...] = ()
+    differentiable: tuple[str, ...] | None = None
+    doc: str | None = None
+    shapes_file: str | None = None
+    traffic: Callable[[Shape, int], tuple[float, float]] | None = None
+    flops: Callable[[Shape], tuple[float, float]] | None = None
     oracle: Callable[..., tuple[Value, ...]] | None = None
     constants: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
@@ -174,6 +192,16 @@ class OpInfo:
     eager: Callable[..., Any] | None = None
     dtypes: tuple[torch.dtype, ...] = DTYPES
     target: Target = Target()
+
+    def __post_init__(self) -> None:
+        own = {
+            "differentiable": () if self.mutates else self.outputs[:1],
+            "doc": f"docs/ops/{self.name}.md",
+            "shapes_file": self.name.removeprefix("npu_").rstrip("_"),
+        }
+        for name, value in own.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     def fused(self, *tensors: Value, **options: Any) -> tuple[Value, ...]:
         """The fused operator itself; always a tuple."""
@@ -191,8 +219,7 @@ class OpInfo:
         self, dtype: torch.dtype, tensors: dict[str, Value], grads: list[Tensor], **options: Any
     ) -> dict[str, Value]:
         """:attr:`terms` on fp64 tensors, for results of ``dtype``."""
-        extra = {} if self.oracle is None else {"dtype": dtype}
-        return self.terms(tensors, grads, **options, **extra)
+        return self.terms(tensors, grads, **options, dtype=dtype)
 
     def wants_gradient(self, name: str, value: Value) -> bool:
         """Whether the argument has a gradient."""
