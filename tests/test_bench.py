@@ -16,7 +16,7 @@ import torch
 from jumar import bench
 from jumar.bench import timing
 from jumar.opinfo import OPERATORS
-from jumar.opinfo.table import _passes
+from jumar.opinfo.spec import passes
 
 REGISTERED = [info for info in OPERATORS.values() if info.registered]
 
@@ -71,7 +71,7 @@ def test_traffic_counts_every_tensor_once(info):
     else:
         backward = sum(results) + 2 * sum(large)
     assert both - forward == 2 * backward
-    assert _passes(1, 1)({"rows": 3, "cols": 5}, 4) == (60.0, 120.0)
+    assert passes(1, 1)({"rows": 3, "cols": 5}, 4) == (60.0, 120.0)
 
 
 def test_interleave():
