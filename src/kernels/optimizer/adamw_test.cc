@@ -155,6 +155,22 @@ TEST(AdamW, SmallRoots) {
   });
 }
 
+// exp_avg = 1 + k u, the gradient 2 u above it: a quarter of the way is half a unit in the last place.
+TEST(AdamW, TiesGoToEven) {
+  ForEachSimdTarget([](const std::string&) {
+    for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      const double u = dtype == DType::kBF16 ? 0x1p-7 : 0x1p-10;
+      Entry e(dtype, {100}, 5, {1e-3, 0.75, 0.95, 1e-8, 0.1, false, 0.5, 0.5});
+      e.exp_avg.Fill([&](int64_t i) { return 1 + static_cast<double>(i) * u; });
+      e.grad.Fill([&](int64_t i) { return 1 + static_cast<double>(i + 2) * u; });
+      AdamW("adamw", {e.Tensors()});
+      for (int64_t i = 0; i < 100; ++i) {
+        EXPECT_EQ(e.exp_avg.Get(i), 1 + static_cast<double>((i + 1) / 2 * 2) * u) << i;
+      }
+    }
+  });
+}
+
 TEST(AdamW, MixedDtypesAndMaximum) {
   ForEachSimdTarget([](const std::string&) {
     for (const DType p : FloatDTypes()) {
