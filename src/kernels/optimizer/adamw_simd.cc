@@ -5,6 +5,7 @@
 #define HWY_TARGET_INCLUDE "kernels/optimizer/adamw_simd.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
+#include "hwy/cache_control.h"
 #include "kernels/optimizer/f64_io-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -36,14 +37,29 @@ HWY_INLINE hn::Mask<D> OverRoot(D d, V v, V eps, V& update) {
   return hn::And(hn::Or(usual, hn::Eq(v, hn::Zero(d))), hn::And(hn::Gt(x0, low), hn::Lt(x0, high)));
 }
 
+// The streams of the next run, which come from memory while this one is computed.
+struct Ahead {
+  const char *grad, *param, *avg, *avg_sq;
+  size_t grad_bytes, param_bytes, moment_bytes;  // of an element
+
+  HWY_INLINE void Fetch(size_t i) const {
+    hwy::Prefetch(grad + i * grad_bytes);
+    hwy::Prefetch(param + i * param_bytes);
+    hwy::Prefetch(avg + i * moment_bytes);
+    hwy::Prefetch(avg_sq + i * moment_bytes);
+  }
+};
+
 // The same for n elements, two vectors at a time: one chain of operations alone leaves the CPU idle. v and update are
 // readable, and update is writable, up to the next multiple of two vectors.
 template <bool kExact>
-HWY_INLINE void OverRoots(double eps, const double* HWY_RESTRICT v, size_t n, double* HWY_RESTRICT update) {
+HWY_INLINE void OverRoots(double eps, const double* HWY_RESTRICT v, size_t n, double* HWY_RESTRICT update,
+                          const Ahead& ahead) {
   const hn::ScalableTag<double> d;
   const size_t lanes = hn::Lanes(d);
   const auto add = hn::Set(d, eps);
   for (size_t i = 0; i < n; i += 2 * lanes) {
+    ahead.Fetch(i);
     const auto v0 = hn::Load(d, v + i), v1 = hn::Load(d, v + i + lanes);
     auto u0 = hn::Load(d, update + i), u1 = hn::Load(d, update + i + lanes);
     if constexpr (!kExact) {
@@ -82,7 +98,7 @@ HWY_INLINE V Larger(D, V v, V maximum) {
 }
 
 // Moments in memory, of type M, and the update of each element to `update`. `maximum` may be null.
-template <typename M, typename G>
+template <typename P, typename M, typename G>
 HWY_INLINE void Updates(const AdamWConstants& c, const AdamWBlockPointers& p, size_t at, size_t n,
                         double* HWY_RESTRICT update) {
   constexpr bool kExact = std::is_same_v<M, double>;
@@ -111,7 +127,10 @@ HWY_INLINE void Updates(const AdamWConstants& c, const AdamWBlockPointers& p, si
     });
   }
   // Both sides of the division carry sqrt(correction2): one division for two.
-  OverRoots<kExact>(c.eps, v, n, update);
+  const auto next = [](const auto* x) { return reinterpret_cast<const char*>(x + kRun); };
+  OverRoots<kExact>(c.eps, v, n, update,
+                    {next(grad), next(static_cast<const P*>(p.param) + at), next(avg), next(avg_sq), sizeof(G),
+                     sizeof(P), sizeof(M)});
 }
 
 template <typename T>
@@ -120,7 +139,7 @@ void BlockT(const AdamWConstants& c, const AdamWBlockPointers& p, size_t n) {
   HWY_ALIGN double update[kRun];
   for (size_t at = 0; at < n; at += kRun) {
     const size_t run = HWY_MIN(kRun, n - at);
-    Updates<T, T>(c, p, at, run, update);
+    Updates<T, T, T>(c, p, at, run, update);
     const T* param = static_cast<const T*>(p.param) + at;
     T* param_out = static_cast<T*>(p.param_out) + at;
     ForEachF64(d, run, [&](const auto& load, const auto& store) HWY_ATTR {
@@ -222,7 +241,7 @@ void MasterBlockT(const AdamWConstants& c, const AdamWBlockPointers& p, size_t n
   HWY_ALIGN double update[kRun];
   for (size_t at = 0; at < n; at += kRun) {
     const size_t run = HWY_MIN(kRun, n - at);
-    Updates<float, G>(c, p, at, run, update);
+    Updates<T, float, G>(c, p, at, run, update);
     const T* params = static_cast<const T*>(p.param) + at;
     const float* masters = static_cast<const float*>(p.master) + at;
     T* param_out = static_cast<T*>(p.param_out) + at;
