@@ -6,10 +6,7 @@ stderr that begins with the command, and exit status 2; a check that fails is ex
 
 from __future__ import annotations
 
-import contextlib
-import json as json_module
 import sys
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +14,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jumar import cli_runs
+from jumar.cli_common import Json, UserError, console, print_json, split, user_errors
 from jumar.train.schema import SECTIONS
 
 app = typer.Typer(
@@ -30,52 +29,11 @@ app = typer.Typer(
 # Typer carries its own click since 0.2x: take the class from what it exports.
 _ClickException = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-
-
-class UserError(Exception):
-    """A mistake of the user; its text is one line."""
-
-
-@contextlib.contextmanager
-def _user_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns exceptions of these kinds, which the code inside raises for wrong names and files, into UserError."""
-    try:
-        yield
-    except kinds as error:
-        raise UserError(" ".join(str(error).split())) from error
-
-
-def _console() -> Console:
-    """Tables are as wide as the terminal, or wide enough for any row where the output is no terminal."""
-    return Console() if sys.stdout.isatty() else Console(width=180, highlight=False)
-
-
-def _print_json(data: Any) -> None:
-    """Numbers that JSON does not know (infinity, NaN) are written as strings."""
-
-    def clean(value: Any) -> Any:
-        if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-            return str(value)
-        if isinstance(value, dict):
-            return {str(k): clean(v) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            return [clean(v) for v in value]
-        return value
-
-    print(json_module.dumps(clean(data), indent=2, ensure_ascii=False))
-
-
-def _split(text: str | None) -> list[str] | None:
-    """``"a,b"`` -> ``["a", "b"]``; None stays None."""
-    return None if text is None else [part.strip() for part in text.split(",") if part.strip()]
-
-
 def _dtypes(text: str | None) -> list[Any] | None:
     from jumar.opinfo import parse_dtype
 
-    names = _split(text)
-    with _user_errors(ValueError):
+    names = split(text)
+    with user_errors(ValueError):
         return None if names is None or names == ["all"] else [parse_dtype(n) for n in names]
 
 
@@ -84,10 +42,10 @@ def env(json: Json = False) -> None:
     """Versions, the SIMD level in use, threads, JUMAR_* variables, operator namespaces."""
     from jumar import compat, environment
 
-    with _user_errors(compat.ShimError):
+    with user_errors(compat.ShimError):
         facts = environment.collect()
     if json:
-        return _print_json(facts)
+        return print_json(facts)
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
@@ -107,7 +65,7 @@ def env(json: Json = False) -> None:
     table.add_row("variables", settings or "[dim]no JUMAR_* variable is set[/dim]")
     for shim in facts["shims"]:
         table.add_row(f"shim {shim['name']}", f"{shim['state']}: {shim['reason']}")
-    _console().print(table)
+    console().print(table)
 
 
 @app.command()
@@ -119,14 +77,15 @@ def ops(
 ) -> None:
     """The operators: schema, formula, dtypes, error bounds, page of the documentation."""
     from jumar import opinfo
+    from jumar.spelling import unknown
 
     schemas = opinfo.schemas()
     if name is not None and name not in schemas:
-        raise UserError(opinfo.unknown(name, list(schemas)))
+        raise UserError(unknown("operator", name, schemas))
     entries = [_operator(n, schemas[n]) for n in ([name] if name else schemas)]
     if json:
-        return _print_json(entries[0] if name else entries)
-    console = _console()
+        return print_json(entries[0] if name else entries)
+    console = console()
     if name is None:
         table = Table("operator", "computes", "page", header_style="bold")
         for entry in entries:
@@ -168,9 +127,9 @@ def _operator(name: str, schema: str) -> dict[str, Any]:
 
 
 def _load_model(model: str, **options: Any) -> Any:
-    with _user_errors(ImportError):
+    with user_errors(ImportError):
         from jumar import models
-    with _user_errors(ValueError, ImportError):
+    with user_errors(ValueError, ImportError):
         return models.load(model, **options)
 
 
@@ -197,15 +156,15 @@ def inspect(
     from jumar.convert import ConverterError
 
     loaded = _load_model(model)
-    with _user_errors(ConverterError):
-        names = _split(converters)
+    with user_errors(ConverterError):
+        names = split(converters)
         if names is None:
             report = jumar.kernelize(loaded, strict=strict)
         else:
             report = jumar.convert(loaded, names, strict=strict)
     if json:
-        return _print_json({"model": model, **report.to_dict()})
-    _console().print(report.table(full=full))
+        return print_json({"model": model, **report.to_dict()})
+    console().print(report.table(full=full))
 
 
 @app.command()
@@ -241,12 +200,12 @@ def verify(
     else:
         from jumar.verify import verify_operators
 
-        with _user_errors(ValueError):
+        with user_errors(ValueError):
             result = verify_operators(_op_names(op), dtypes, seed)
     if json:
-        _print_json(render.to_dict(result))
+        print_json(render.to_dict(result))
     else:
-        render.show(result, _console())
+        render.show(result, console())
     if not all(row.ok for row in result):
         raise typer.Exit(1)
 
@@ -255,7 +214,7 @@ def _op_names(op: str | None) -> list[str] | None:
     """Names of known operators, or None for all. ValueError for an unknown one."""
     from jumar.opinfo import find
 
-    names = _split(op)
+    names = split(op)
     if names is None or names == ["all"]:
         return None
     return [find(name).name for name in names]
@@ -270,8 +229,8 @@ def _verify_model(model: str, dtypes: Any, converters: str | None, seed: int) ->
     rows = []
     for dtype in dtypes or [torch.float32, torch.bfloat16]:
         loaded = _load_model(model, seed=seed, dtype=dtype)
-        with _user_errors(ConverterError):
-            rows += verify_model(loaded, _split(converters), seed=seed)
+        with user_errors(ConverterError):
+            rows += verify_model(loaded, split(converters), seed=seed)
     return rows
 
 
@@ -345,7 +304,7 @@ def bench(
 
     if context.args and step is None:
         raise UserError(f"No such option: {context.args[0]}{_nearest(context)}")
-    with _user_errors(ValueError, ImportError):
+    with user_errors(ValueError, ImportError):
         request = command.Request(
             op=_op_names(op),
             dtypes=_dtypes(dtype),
@@ -369,12 +328,12 @@ def bench(
     def say(text: str) -> None:
         progress.print(f"[dim]{escape(text)}[/dim]", soft_wrap=True)
 
-    with _user_errors(command.BenchError, OSError):
+    with user_errors(command.BenchError, OSError):
         outcome = request.run(say)
     if json:
-        _print_json(outcome.data)
+        print_json(outcome.data)
     else:
-        outcome.show(_console())
+        outcome.show(console())
     if not outcome.ok:
         raise typer.Exit(1)
 
@@ -412,7 +371,7 @@ def train(
     except ImportError as error:
         raise UserError(f"training needs more packages: {error}") from error
 
-    with _user_errors(train_module.JobError):
+    with user_errors(train_module.JobError):
         result = train_module.run(config_file, _overrides(context.args), json=json)
     if result and result.get("exit_status"):
         raise typer.Exit(result["exit_status"])
@@ -441,8 +400,8 @@ def _overrides(arguments: list[str]) -> list[str]:
     return pairs
 
 
-# Adds its commands to the app.
-from jumar import cli_runs  # noqa: E402, F401
+for _command in (cli_runs.profile, cli_runs.report):
+    app.command()(_command)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -5,7 +5,6 @@ The built-in models have the classes and the structure of their families at a wi
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from jumar.spelling import nearest
 
 _TEXT = {
     "vocab_size": 96,
@@ -142,8 +143,7 @@ def _randomise(model: nn.Module) -> None:
 
 
 def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    hint = nearest(name, BUILT_IN)
     return f"{name!r} is neither a folder with a config.json nor a built-in model{hint} (known: {', '.join(BUILT_IN)})"
 
 

@@ -5,7 +5,6 @@ A case has a text, ``npu_rms_norm:bfloat16:rows=2047,cols=1531:sliced``, that ``
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ import jumar
 from jumar.bench.shapes import pick, quick_shapes, read_shapes, sizes_of
 from jumar.opinfo import OPERATORS, Case, OpInfo, Value, dtype_name, each, find, flat, parse_dtype
 from jumar.opinfo.cases import expanded, sliced, transposed
+from jumar.spelling import unknown
 
 #: How the tensors of a case lie in memory. ``expanded``: incoming gradients with strides of 0.
 LAYOUTS = ("contiguous", "sliced", "transposed", "expanded")
@@ -67,11 +67,6 @@ class Job:
         return Case(self.text, tensors, {}, self.grads(tensors))
 
 
-def _hint(name: str, known: tuple[str, ...]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    return f"; did you mean {near[0]!r}?" if near else f" (known: {', '.join(known)})"
-
-
 def layouts_of(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     """``"sliced,expanded"`` as names of layouts, ``all``, or the default. ValueError for an unknown one."""
     if text is None:
@@ -81,7 +76,7 @@ def layouts_of(text: str | None, default: tuple[str, ...]) -> tuple[str, ...]:
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names:
         if name not in LAYOUTS:
-            raise ValueError(f"unknown layout {name!r}{_hint(name, LAYOUTS)}")
+            raise ValueError(unknown("layout", name, LAYOUTS))
     return names
 
 

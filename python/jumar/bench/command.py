@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from jumar.bench import checks, report, runner
 from jumar.bench.cases import Job, layouts_of, parse_case, plan
 from jumar.bench.timing import EMULATE, emulating
 from jumar.opinfo import dtype_name
+from jumar.spelling import unknown
 
 
 class BenchError(Exception):
@@ -55,9 +55,7 @@ class Request:
     def check(self) -> None:
         """Fills in :attr:`jobs`. ValueError that names what is wrong, before minutes of measuring."""
         if self.mode not in checks.MODES:
-            near = difflib.get_close_matches(self.mode, checks.MODES, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown mode {self.mode!r}{hint} (known: {', '.join(checks.MODES)})")
+            raise ValueError(unknown("mode", self.mode, checks.MODES))
         if self.emulate is not None:
             if self.emulate not in EMULATE:
                 raise ValueError(f"--emulate {self.emulate}: known are {', '.join(EMULATE)}")

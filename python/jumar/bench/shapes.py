@@ -5,8 +5,9 @@ The first shape is the smallest. A ``*`` after a name marks the shape, out of ca
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
+
+from jumar.spelling import nearest
 
 _FOLDER = Path(__file__).parent / "shapes"
 
@@ -83,8 +84,7 @@ def pick(kind: str, name: str | None) -> Shapes:
     picked: Shapes = {}
     for one in name.split(","):
         if one not in shapes:
-            near = difflib.get_close_matches(one, shapes, n=1, cutoff=0.4)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = nearest(one, shapes)
             raise ValueError(f"unknown shape {one!r}{hint} (known for {kind}: {', '.join(shapes)})")
         picked[one] = shapes[one]
     return picked

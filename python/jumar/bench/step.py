@@ -142,12 +142,6 @@ class _Process:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self.log.close()
-
-
-def _start(contender: Contender, config: str, folder: Path) -> _Process:
-    log = open(folder / f"{contender.name}.log", "w", encoding="utf-8")  # noqa: SIM115
-    return _Process(contender, config, log)
 
 
 def contenders(job: Any, config_overrides: list[str], folder: Path, inductor: bool) -> list[Contender]:
@@ -186,7 +180,8 @@ def _running(forms: list[Contender], config: str, folder: Path) -> Iterator[list
     with contextlib.ExitStack() as stack:
         processes = []
         for contender in forms:
-            processes.append(_start(contender, config, folder))
+            log = stack.enter_context((folder / f"{contender.name}.log").open("w", encoding="utf-8"))
+            processes.append(_Process(contender, config, log))
             stack.callback(processes[-1].close)
         yield processes
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from dataclasses import dataclass
 
 from jumar.compat.shim import Shim
+from jumar.spelling import nearest
 
 ENV = "JUMAR_SHIMS"
 
@@ -46,8 +46,7 @@ def switched_off() -> set[str]:
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name = part.removeprefix("-")
         if name not in _shims:
-            near = difflib.get_close_matches(name, _shims, n=1, cutoff=0.4)
-            hint = f"; did you mean -{near[0]}?" if near else ""
+            hint = nearest(f"-{name}", [f"-{shim}" for shim in _shims])
             raise ShimError(f"{ENV}: unknown shim {name!r}{hint} (known: {', '.join(_shims)})")
         if not part.startswith("-"):
             raise ShimError(f"{ENV}: {part!r} should be -{part}: shims are on unless switched off")

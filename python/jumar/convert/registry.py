@@ -10,7 +10,6 @@ through an extension point of the model library (``AttentionInterface``, ``Exper
 from __future__ import annotations
 
 import abc
-import difflib
 import importlib
 from collections.abc import Iterable
 
@@ -22,6 +21,7 @@ from jumar.convert.report import Site
 from jumar.convert.verdict import Match, Verdict
 from jumar.convert.verify import Trial
 from jumar.hf import probe
+from jumar.spelling import unknown
 
 ALREADY = "already converted"
 
@@ -139,7 +139,5 @@ def resolve(name: str) -> tuple[Converter, bool]:
     plain = name.removesuffix("?").strip()
     converter = _converters.get(_aliases.get(plain, plain))
     if converter is None:
-        near = difflib.get_close_matches(plain, [*_converters, *_aliases], n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConverterError(f"unknown converter {plain!r}{hint} (known: {', '.join(_converters)})")
+        raise ConverterError(unknown("converter", plain, _converters, _aliases))
     return converter, optional

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
-
 import torch
 
 from jumar.opinfo.spec import (
@@ -24,6 +22,7 @@ from jumar.opinfo.spec import (
     parse_dtype,
 )
 from jumar.opinfo.table import OPERATORS
+from jumar.spelling import unknown
 
 #: Operators that serve the package itself and have no entry of their own.
 TOOLS = {"ulp_error": ("max |actual - expected| / (ulp(expected) + slack)", "docs/verification.md")}
@@ -67,15 +66,8 @@ def describe(name: str) -> tuple[str, str]:
 def find(name: str) -> OpInfo:
     """The entry of an operator. ValueError, with the nearest name, when there is none."""
     if name not in OPERATORS:
-        raise ValueError(unknown(name, list(OPERATORS)))
+        raise ValueError(unknown("operator", name, OPERATORS))
     return OPERATORS[name]
-
-
-def unknown(name: str, known: list[str]) -> str:
-    """The text for a name that is not in ``known``."""
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"unknown operator {name!r}{hint} (known: {', '.join(known)})"
 
 
 def markdown_table() -> str:
@@ -109,5 +101,4 @@ __all__ = [
     "markdown_table",
     "parse_dtype",
     "schemas",
-    "unknown",
 ]

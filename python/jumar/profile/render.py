@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from jumar.profile.table import SORTS, OperatorRow, OperatorTable
+from jumar.spelling import unknown
 
 KINDS = ("fused", "torch", "autograd")
 
@@ -18,9 +17,7 @@ _NUMBERS = ("calls", "self ms", "share", "total ms", "min us", "avg us", "max us
 def check(name: str, what: str, known: tuple[str, ...]) -> str:
     """``name``. ValueError, with the nearest one, when it is not in ``known``."""
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown {what} {name!r}{hint} (known: {', '.join(known)})")
+        raise ValueError(unknown(what, name, known))
     return name
 
 

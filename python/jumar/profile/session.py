@@ -191,24 +191,23 @@ class StepProfiler:
             folder.mkdir(parents=True, exist_ok=True)
             file = folder / f"rank{self.rank}_trace.json.gz"
             # export_chrome_trace compresses when the name says so.
-            place = folder / f".{os.getpid()}.{file.name}"
-            try:
+            with _whole(file) as place:
                 profiler.export_chrome_trace(str(place))
-                os.replace(place, file)
-            finally:
-                place.unlink(missing_ok=True)
             self.traces.append(file)
             found = table(read(file))
             for suffix, text in (("csv", found.to_csv()), ("json", found.to_json())):
-                _replace(folder / f"rank{self.rank}_operators.{suffix}", text)
+                with _whole(folder / f"rank{self.rank}_operators.{suffix}") as place:
+                    place.write_text(text, encoding="utf-8")
         except (OSError, TraceError) as error:
             log.warning("the profile of step %d is not whole: %s", profiler.step_num, error)
 
 
-def _replace(file: Path, text: str) -> None:
+@contextlib.contextmanager
+def _whole(file: Path) -> Iterator[Path]:
+    """Gives a file beside ``file``, which takes its name when the body ends well."""
     place = file.with_name(f".{os.getpid()}.{file.name}")
     try:
-        place.write_text(text, encoding="utf-8")
+        yield place
         os.replace(place, file)
     finally:
         place.unlink(missing_ok=True)

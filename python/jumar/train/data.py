@@ -7,8 +7,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from jumar.spelling import nearest
 from jumar.train.errors import JobError
-from jumar.train.job import Job, nearest
+from jumar.train.job import Job
 
 SUFFIXES = (".jsonl", ".json", ".ndjson")
 

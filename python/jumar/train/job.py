@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jumar.spelling import nearest
 from jumar.train.errors import JobError
 from jumar.train.schema import HF, SECTIONS, Key, elsewhere
 
@@ -145,12 +146,6 @@ def _check_profiling(values: dict[str, dict[str, Any]], where: str) -> None:
 
 def _copy(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the known name closest to ``name``, or the empty string."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _section(section: str, where: str) -> None:

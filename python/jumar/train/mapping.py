@@ -6,8 +6,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from jumar.spelling import nearest
 from jumar.train.errors import JobError
-from jumar.train.job import Job, nearest
+from jumar.train.job import Job
 
 
 def model_spec(job: Job) -> Any:

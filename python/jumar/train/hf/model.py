@@ -12,8 +12,9 @@ from torch import nn
 import jumar
 from jumar.convert.errors import ConverterError
 from jumar.convert.report import Report
+from jumar.spelling import nearest
 from jumar.train.errors import JobError
-from jumar.train.job import Job, nearest
+from jumar.train.job import Job
 
 log = logging.getLogger("jumar.train")
 
