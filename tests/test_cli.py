@@ -220,7 +220,7 @@ def test_bench(run, tmp_path):
 
 
 def test_json_has_no_bare_infinity(capsys):
-    cli._print_json({"a": float("inf"), "b": [float("nan"), 1.5]})
+    cli.print_json({"a": float("inf"), "b": [float("nan"), 1.5]})
     assert json.loads(capsys.readouterr().out) == {"a": "inf", "b": ["nan", 1.5]}
 
 

@@ -85,12 +85,12 @@ def ops(
     entries = [_operator(n, schemas[n]) for n in ([name] if name else schemas)]
     if json:
         return print_json(entries[0] if name else entries)
-    console = console()
+    out = console()
     if name is None:
         table = Table("operator", "computes", "page", header_style="bold")
         for entry in entries:
             table.add_row(entry["name"], escape(entry["formula"]), entry["doc"])
-        console.print(table)
+        out.print(table)
         return
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold")
@@ -102,7 +102,7 @@ def ops(
             value = ", ".join(value)
         if value:
             table.add_row(key, escape(value))
-    console.print(table)
+    out.print(table)
 
 
 def _operator(name: str, schema: str) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from jumar.cli import Json, UserError, _console, _print_json, _split, _user_errors, app
+from jumar.cli_common import Json, UserError, console, print_json, split, user_errors
 
 
-@app.command()
 def profile(
     trace: Annotated[
         str,
@@ -40,9 +39,9 @@ def profile(
     from jumar.limits import measure
     from jumar.profile import render
 
-    with _user_errors(ValueError):
+    with user_errors(ValueError):
         render.check(sort, "order", tuple(profile_module.SORTS))
-        kinds = [render.check(k, "kind", render.KINDS) for k in _split(kind) or render.KINDS]
+        kinds = [render.check(k, "kind", render.KINDS) for k in split(kind) or render.KINDS]
         read = profile_module.read(trace)
     found = profile_module.table(read, by_shape=by_shape, limits=measure() if limits else None)
     found.rows = [row for row in found.sort(sort).rows if row.kind in kinds]
@@ -55,11 +54,10 @@ def profile(
         document = found.to_dict()
         if top:
             document["operators"] = document["operators"][:top]
-        return _print_json(document)
-    render.show(found, _console(), top=top, shapes=by_shape, sort=sort)
+        return print_json(document)
+    render.show(found, console(), top=top, shapes=by_shape, sort=sort)
 
 
-@app.command()
 def report(
     folder: Annotated[
         str, typer.Argument(metavar="FOLDER", help="The dump_folder of a run of `jumar train`.")
@@ -74,11 +72,11 @@ def report(
     from jumar.train import JobError
     from jumar.train import report as report_module
 
-    with _user_errors(JobError):
+    with user_errors(JobError):
         try:
             file = report_module.write(folder, output)
         except OSError as error:
             raise UserError(f"{output or folder}: {error.strerror or error}") from error
     if json:
-        return _print_json({"report": str(file)})
-    _console().print(str(file), soft_wrap=True, markup=False, highlight=False)
+        return print_json({"report": str(file)})
+    console().print(str(file), soft_wrap=True, markup=False, highlight=False)

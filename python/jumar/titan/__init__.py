@@ -12,22 +12,23 @@ FSDP, tensor, pipeline and context parallelism. :func:`plan` tells beforehand wh
 Importing this module applies the compat shims that the machine needs (:mod:`jumar.compat`).
 """
 
+# ruff: noqa: E402  the shims come before anything of torchtitan
 from __future__ import annotations
 
 from jumar import compat
 
 compat.apply()
 
-from torchtitan.components.loss import BaseLoss  # noqa: E402
-from torchtitan.config.override import _REGISTRY, Override  # noqa: E402
-from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward  # noqa: E402
-from torchtitan.models.common.linear import Linear  # noqa: E402
-from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
-from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE  # noqa: E402
+from torchtitan.components.loss import BaseLoss
+from torchtitan.config.override import _REGISTRY, Override
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 
-from jumar.titan import modules  # noqa: E402
-from jumar.titan.loss import LossConverter  # noqa: E402
-from jumar.titan.nodes import Converter, install  # noqa: E402
+from jumar.titan import modules
+from jumar.titan.loss import LossConverter
+from jumar.titan.nodes import Converter, install
 
 CONVERTERS: dict[str, Converter] = {
     converter.name: converter
@@ -88,6 +89,6 @@ for _factory in (npu_rms_norm, npu_rope, npu_swiglu, npu_linear):
     install(_REGISTRY, Override, CONVERTERS[_factory.__name__], _factory)
 install(_REGISTRY, Override, CONVERTERS["npu_loss"], npu_loss, target=BaseLoss.Config, fqns=["loss"])
 
-from jumar.titan.plan import count_modules, plan  # noqa: E402
+from jumar.titan.plan import count_modules, plan
 
 __all__ = ["CONVERTERS", "count_modules", "npu_linear", "npu_loss", "npu_rms_norm", "npu_rope", "npu_swiglu", "plan"]
