@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import logging
 from pathlib import Path
 
 import pytest
-import torch
 
 pytest.importorskip("torchtitan")
 
-from jumar import compat  # noqa: E402
-from jumar.train import JobError, runner  # noqa: E402
-from train_util import no_sleep, write_job  # noqa: E402
+from jumar.train import JobError  # noqa: E402
+from train_util import quickly, train_job, write_job  # noqa: E402
 
 SAVE = (
     "checkpoint.enable=true",
@@ -26,19 +22,11 @@ SAVE = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    compat.apply()
-    no_sleep(monkeypatch)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+_quick = pytest.fixture(autouse=True)(quickly)
 
 
 def _run(job: Path, *overrides: str) -> dict:
-    with contextlib.redirect_stderr(io.StringIO()):
-        return runner.train(runner.prepare(str(job), [*SAVE, *overrides]))
+    return train_job(job, *SAVE, *overrides)
 
 
 def _saved(job: Path) -> list[str]:

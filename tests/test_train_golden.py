@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import sys
 from pathlib import Path
@@ -18,8 +16,7 @@ pytest.importorskip("torchtitan")
 import torch  # noqa: E402
 
 from jumar import compat  # noqa: E402
-from jumar.train import runner  # noqa: E402
-from train_util import no_sleep  # noqa: E402
+from train_util import no_sleep, train_job  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
 LOSSES = DATA / "golden_losses.json"
@@ -29,8 +26,7 @@ FORMS = {"eager": ["model.converters="], "fused": []}
 def losses(form: str, folder: Path, *more: str) -> list[float]:
     """The losses of the job in one of its forms."""
     overrides = [*FORMS[form], f"job.dump_folder={folder / form}", *more]
-    with contextlib.redirect_stderr(io.StringIO()):
-        return runner.train(runner.prepare(str(DATA / "golden" / "job.toml"), overrides))["losses"]
+    return train_job(DATA / "golden" / "job.toml", *overrides)["losses"]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import io
 import json
 import os
 from pathlib import Path
@@ -21,6 +19,7 @@ from jumar import models  # noqa: E402
 from jumar.train import JobError, runner  # noqa: E402
 from jumar.train.hf import dataset, records  # noqa: E402
 from jumar.train.hf import model as hf_model  # noqa: E402
+from train_util import train_job  # noqa: E402
 
 FAMILIES = list(models.BUILT_IN)
 
@@ -54,8 +53,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def _run(job: Path, out: Path, *overrides: str) -> dict:
-    with contextlib.redirect_stderr(io.StringIO()):
-        return runner.train(runner.prepare(str(job), [f"job.dump_folder={out}", *overrides]))
+    return train_job(job, f"job.dump_folder={out}", *overrides)
 
 
 @pytest.fixture(scope="module")

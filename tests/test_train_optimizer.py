@@ -6,18 +6,15 @@ import pytest
 import torch
 
 import jumar
-from jumar import compat, train
+from jumar import train
 from jumar.train import JobError
-from train_util import no_sleep, write_job
+from train_util import quickly, write_job
 
 OURS = "optimizer.name=jumar_adamw"
 SHORT = ["training.steps=4", "metrics.plot_file=", "checkpoint.export_hf=false", "training.max_norm=0.5"]
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    compat.apply()
-    no_sleep(monkeypatch)
+_quick = pytest.fixture(autouse=True)(quickly)
 
 
 def run(folder, *overrides):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import signal
@@ -16,10 +14,10 @@ import torch
 pytest.importorskip("torchtitan")
 
 from hf_util import write_hf_job  # noqa: E402
-from jumar import cli, compat, profile  # noqa: E402
-from jumar.train import JobError, pace, report, report_plots, runner  # noqa: E402
+from jumar import cli, profile  # noqa: E402
+from jumar.train import JobError, pace, report, report_plots  # noqa: E402
 from jumar.train.durable import RunLock  # noqa: E402
-from train_util import no_sleep, write_job  # noqa: E402
+from train_util import quickly, train_job, write_job  # noqa: E402
 
 HOSTILE = '<script>alert("1")</script> & \'ü\' </title>'
 SHORT = ["checkpoint.export_hf=false", "metrics.plot_file="]
@@ -79,20 +77,11 @@ def check(file: Path) -> Page:
     return page
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick():
-    with pytest.MonkeyPatch.context() as patch:
-        compat.apply()
-        no_sleep(patch)
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(threads)
+_quick = pytest.fixture(scope="module", autouse=True)(quickly)
 
 
 def _run(job: Path, *overrides: str) -> dict:
-    with contextlib.redirect_stderr(io.StringIO()):
-        return runner.train(runner.prepare(str(job), [*SHORT, *overrides]))
+    return train_job(job, *SHORT, *overrides)
 
 
 @pytest.fixture(scope="module")

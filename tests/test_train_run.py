@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import io
 import json
 import os
 import subprocess
@@ -17,23 +15,9 @@ import torch
 pytest.importorskip("torchtitan")
 
 from jumar import compat, titan, train  # noqa: E402
-from jumar.train import runner  # noqa: E402
-from train_util import CONVERTERS, no_sleep, write_job  # noqa: E402
+from train_util import CONVERTERS, no_sleep, quickly, train_job, write_job  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    compat.apply()
-    no_sleep(monkeypatch)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def _run(job: Path, *overrides: str) -> dict:
-    with contextlib.redirect_stderr(io.StringIO()):
-        return runner.train(runner.prepare(str(job), list(overrides)))
+_quick = pytest.fixture(autouse=True)(quickly)
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +29,7 @@ def runs(tmp_path_factory) -> dict[str, dict]:
         no_sleep(patch)
         for name, converters in (("eager", []), ("fused", CONVERTERS)):
             job = write_job(tmp_path_factory.mktemp(name), converters)
-            result[name] = _run(job) | {"job": job}
+            result[name] = train_job(job) | {"job": job}
     return result
 
 
@@ -121,8 +105,8 @@ def test_exported_model_is_the_trained_one(runs, tmp_path):
 def test_checkpoints_resume(runs, tmp_path):
     job = write_job(tmp_path)
     saved = ("checkpoint.enable=true", "checkpoint.interval=4", "lr_scheduler.total_steps=10", "checkpoint.export_hf=false")
-    first = _run(job, *saved, "training.steps=4")
-    second = _run(job, *saved)
+    first = train_job(job, *saved, "training.steps=4")
+    second = train_job(job, *saved)
     assert len(second["losses"]) == 6
     whole = runs["fused"]["losses"]
     assert first["losses"] + second["losses"] == pytest.approx(whole, rel=1e-6)
@@ -141,9 +125,9 @@ def test_checkpoints_resume(runs, tmp_path):
 def test_other_ways_to_the_same_losses(runs, tmp_path, overrides):
     job = write_job(tmp_path)
     more = [*overrides, "training.steps=3", "lr_scheduler.total_steps=10", "checkpoint.export_hf=false"]
-    fused = _run(job, *more)
+    fused = train_job(job, *more)
     if any("accumulation" in o or "global" in o for o in overrides):
-        eager = _run(job, *more, "model.converters=")
+        eager = train_job(job, *more, "model.converters=")
         assert max(_distance(fused, eager)) <= 1e-5
     else:
         assert fused["losses"] == pytest.approx(runs["eager"]["losses"][:3], rel=1e-5)
@@ -196,7 +180,7 @@ def test_a_converter_that_did_not_survive_is_an_error(tmp_path, monkeypatch):
     job = write_job(tmp_path)
     monkeypatch.setattr(titan, "count_modules", lambda parts: {})
     with pytest.raises(RuntimeError, match="npu_rms_norm: 7 sites were planned, 0 modules are fused"):
-        _run(job, "training.steps=1")
+        train_job(job, "training.steps=1")
 
 
 def test_json_is_one_document(tmp_path, capsys):
@@ -211,7 +195,7 @@ def test_state_of_the_process_is_left_alone(tmp_path):
     import gc
 
     before = dict(os.environ)
-    _run(write_job(tmp_path), "training.steps=1", "checkpoint.export_hf=false", "metrics.plot_file=")
+    train_job(write_job(tmp_path), "training.steps=1", "checkpoint.export_hf=false", "metrics.plot_file=")
     assert gc.isenabled() and not torch.distributed.is_initialized()
     assert {k: v for k, v in os.environ.items() if k in ("RANK", "WORLD_SIZE", "MASTER_PORT")} == {
         k: v for k, v in before.items() if k in ("RANK", "WORLD_SIZE", "MASTER_PORT")
@@ -279,7 +263,7 @@ def test_two_processes(tmp_path, layout):
         pytest.skip("long; set JUMAR_LONG_TESTS=1")
     job = write_job(tmp_path)
     base = ["model.flavor=tiny_untied", "training.seq_len=256", "training.global_batch_size=4", "training.steps=3"]
-    _run(job, *base, "checkpoint.enable=true", "checkpoint.create_seed_checkpoint=true", f"job.dump_folder={tmp_path / 'seed'}")
+    train_job(job, *base, "checkpoint.enable=true", "checkpoint.create_seed_checkpoint=true", f"job.dump_folder={tmp_path / 'seed'}")
     start = ["checkpoint.enable=true", "checkpoint.load_only=true",
              f"checkpoint.initial_load_path={tmp_path / 'seed' / 'checkpoint' / 'step-0'}"]
     degree = {"data": "parallelism.data_parallel_shard_degree=2"}.get(layout, f"parallelism.{layout}_parallel_degree=2")
@@ -290,7 +274,7 @@ def test_two_processes(tmp_path, layout):
         # Ranks read other documents than one process does: the plain model is the reference.
         other = _torchrun(job, *base, *start, degree, "model.converters=")
     else:
-        other = _run(job, *base, *start)
+        other = train_job(job, *base, *start)
     assert two["losses"] == pytest.approx(other["losses"], rel=5e-5)
     assert Path(two["hf_folder"], "model.safetensors").is_file()
 
@@ -299,5 +283,5 @@ def test_two_processes(tmp_path, layout):
 def test_compiled_model(runs, tmp_path):
     if not os.environ.get("JUMAR_LONG_TESTS"):
         pytest.skip("long; set JUMAR_LONG_TESTS=1")
-    result = _run(write_job(tmp_path), "compile.enable=true", "training.steps=3", "lr_scheduler.total_steps=10")
+    result = train_job(write_job(tmp_path), "compile.enable=true", "training.steps=3", "lr_scheduler.total_steps=10")
     assert result["losses"] == pytest.approx(runs["eager"]["losses"][:3], rel=1e-5)

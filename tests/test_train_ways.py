@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import math
 from pathlib import Path
@@ -13,28 +11,20 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from jumar import compat, titan  # noqa: E402
+from jumar import titan  # noqa: E402
 from jumar.titan import lora  # noqa: E402
 from jumar.titan.models import model_spec  # noqa: E402
 from jumar.train import JobError, runner  # noqa: E402
-from train_util import CONVERTERS, no_sleep, sentences, write_job  # noqa: E402
+from train_util import CONVERTERS, quickly, sentences, train_job, write_job  # noqa: E402
 
 QUICK = ("training.steps=3", "lr_scheduler.total_steps=10", "checkpoint.export_hf=false", "metrics.plot_file=")
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch):
-    compat.apply()
-    no_sleep(monkeypatch)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+_quick = pytest.fixture(autouse=True)(quickly)
 
 
 def _run(job: Path, *overrides: str) -> dict:
-    with contextlib.redirect_stderr(io.StringIO()):
-        return runner.train(runner.prepare(str(job), [*QUICK, *overrides]))
+    return train_job(job, *QUICK, *overrides)
 
 
 # Activation checkpointing.

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
 
 CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear"]
 
@@ -56,3 +62,24 @@ def no_sleep(monkeypatch: Any) -> None:
     clock = SimpleNamespace(**{name: getattr(time, name) for name in ("perf_counter", "monotonic", "time")})
     clock.sleep = lambda seconds: None
     monkeypatch.setattr("torchtitan.trainer.time", clock)
+
+
+def quickly() -> Iterator[None]:
+    """The body of a fixture: torchtitan with the shims and without its sleep, on one thread."""
+    from jumar import compat
+
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch:
+        compat.apply()
+        no_sleep(patch)
+        torch.set_num_threads(1)
+        yield
+    torch.set_num_threads(threads)
+
+
+def train_job(job: Path, *overrides: str) -> dict:
+    """Trains a job without its progress; returns its document."""
+    from jumar.train import runner
+
+    with contextlib.redirect_stderr(io.StringIO()):
+        return runner.train(runner.prepare(str(job), list(overrides)))
