@@ -13,7 +13,7 @@ from torch import Tensor
 
 import jumar
 from jumar.bench.shapes import pick, quick_shapes, read_shapes, sizes_of
-from jumar.opinfo import OPERATORS, Case, OpInfo, Value, dtype_name, each, find, flat, parse_dtype
+from jumar.opinfo import OPERATORS, Case, OpInfo, Value, dtype_name, each, find, parse_dtype
 from jumar.opinfo.cases import expanded, sliced, transposed
 from jumar.spelling import unknown
 
@@ -52,13 +52,11 @@ class Job:
             return []
         with torch.no_grad():
             results = self.info.fused(*self.info.arguments(tensors).values())
-        outputs = dict(zip(self.info.outputs, results, strict=True))
         generator = torch.Generator().manual_seed(2)
         change = expanded if self.layout == "expanded" else _CHANGES.get(self.layout, lambda g: g)
         return [
             change(torch.randn(output.shape, generator=generator).to(output.dtype))
-            for name in self.info.differentiable
-            for output in flat(outputs[name])
+            for output in self.info.carrying(results)
         ]
 
     def case(self) -> Case:

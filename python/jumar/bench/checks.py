@@ -69,7 +69,6 @@ def gradient(job: Job) -> Check:
         return _check(job, "none", "has no gradient")
     leaves = info.arguments(job.tensors(), grads=True)
     named = [(name, tensor) for name, value in leaves.items() for tensor in flat(value)]
-    picked = [info.outputs.index(name) for name in info.differentiable]
 
     def function(*tensors: Tensor) -> tuple[Tensor, ...]:
         stream = iter(tensors)
@@ -77,8 +76,7 @@ def gradient(job: Job) -> Check:
             [next(stream) for _ in value] if isinstance(value, list) else next(stream)
             for value in leaves.values()
         ]
-        outputs = info.fused(*values)
-        return tuple(t for i in picked for t in flat(outputs[i]))
+        return tuple(info.carrying(info.fused(*values)))
 
     try:
         torch.manual_seed(0)  # of the directions
@@ -98,9 +96,8 @@ def support(job: Job) -> Check:
         tensors = job.tensors()
         grads = job.grads(tensors)
         leaves = info.arguments(tensors, grads=True)
-        outputs = dict(zip(info.outputs, info.fused(*leaves.values()), strict=True))
+        results = info.carrying(info.fused(*leaves.values()))
         if info.differentiable:
-            results = [t for name in info.differentiable for t in flat(outputs[name])]
             wanted = [t for value in leaves.values() for t in flat(value) if t.requires_grad]
             torch.autograd.grad(results, wanted, grads)
     except Exception as error:

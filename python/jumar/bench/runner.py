@@ -111,12 +111,9 @@ def _both(
         leaves[name] = tensors[name]
     values = list(leaves.values())
     wanted = [leaf for value in values for leaf in flat(value) if leaf.requires_grad]
-    picked = [info.outputs.index(name) for name in info.differentiable]
 
     def call() -> Any:
-        outputs = function(*values)
-        results = [t for i in picked for t in flat(outputs[i])]
-        return torch.autograd.grad(results, wanted, grads)
+        return torch.autograd.grad(info.carrying(function(*values)), wanted, grads)
 
     return call
 

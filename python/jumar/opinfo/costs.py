@@ -363,11 +363,9 @@ def of_operator(info: Any, tensors: dict[str, Any]) -> tuple[Cost, Cost]:
             leaves.append([fake(t, wanted) for t in value] if many else fake(value, wanted))
         with torch.no_grad():
             forward = count(lambda: info.fused(*leaves))
-        outputs: dict[str, torch.Tensor] = {}
 
         def both() -> None:
-            outputs.update(zip(info.outputs, info.fused(*leaves), strict=True))
-            roots = [outputs[name] for name in info.differentiable]
+            roots = info.carrying(info.fused(*leaves))
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
         return forward, count(both) if info.differentiable else forward

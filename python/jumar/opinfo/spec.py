@@ -67,8 +67,10 @@ def each(change: Callable[[Tensor], Tensor], value: Value) -> Value:
     return [change(t) for t in value] if isinstance(value, list | tuple) else change(value)
 
 
-def flat(value: Value) -> list[Tensor]:
-    """The tensors of a value."""
+def flat(value: Value | None) -> list[Tensor]:
+    """The tensors of a value; none of a result that an operator leaves out."""
+    if value is None:
+        return []
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
@@ -220,6 +222,11 @@ class OpInfo:
     ) -> dict[str, Value]:
         """:attr:`terms` on fp64 tensors, for results of ``dtype``."""
         return self.terms(tensors, grads, **options, dtype=dtype)
+
+    def carrying(self, results: tuple[Value | None, ...]) -> list[Tensor]:
+        """The tensors that carry gradients, of results in the order of ``outputs``."""
+        named = dict(zip(self.outputs, results, strict=True))
+        return [t for name in self.differentiable for t in flat(named[name])]
 
     def wants_gradient(self, name: str, value: Value) -> bool:
         """Whether the argument has a gradient."""

@@ -55,15 +55,11 @@ def _run(
     """
     leaves = info.arguments(case.tensors, dtype, grads=True)
     outputs = function(*leaves.values(), **case.options)
-    named = {
-        name: [] if value is None else flat(value)
-        for name, value in zip(info.outputs, outputs, strict=True)
-    }
+    named = {name: flat(value) for name, value in zip(info.outputs, outputs, strict=True)}
     wanted = [(n, t) for n, v in leaves.items() for t in flat(v) if info.wants_gradient(n, v)]
     if wanted:
         grads = [g if dtype is None else g.to(dtype) for g in case.grads]
-        differentiated = [t for name in info.differentiable for t in named[name]]
-        results = torch.autograd.grad(differentiated, [t for _, t in wanted], grads)
+        results = torch.autograd.grad(info.carrying(outputs), [t for _, t in wanted], grads)
         for (leaf, _), grad in zip(wanted, results, strict=True):
             named.setdefault(f"d {leaf}", []).append(grad)
     return {name: [t.detach() for t in tensors] for name, tensors in named.items()}
