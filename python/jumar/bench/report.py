@@ -160,19 +160,30 @@ def write_csv(result: Result, path: str) -> None:
         shown = misses.get(key, []) if row.direction == last[key] else []
         line["below_target"] = "; ".join(shown)
         lines.append({**line, **machine})
+    write_lines(path, lines)
+
+
+def write_lines(path: str, lines: list[dict[str, Any]]) -> None:
+    """A CSV file of lines that have the same keys."""
     with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
 
 
-def draw(result: Result, path: str) -> None:
-    """Bars: how many times longer eager and Inductor take, forward + backward. ImportError without matplotlib."""
+def plotter() -> Any:
+    """matplotlib's pyplot, which draws to files. ImportError without matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def draw(result: Result, path: str) -> None:
+    """Bars: how many times longer eager and Inductor take, forward + backward. ImportError without matplotlib."""
+    pyplot = plotter()
     last = {(r.op, r.dtype, r.shape): r for r in result.rows if "jumar" in r.timings}
     rows = list(last.values())
     figure, (axes, percent) = pyplot.subplots(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jumar.bench.report import plotter, write_lines
 from jumar.bench.step import Contender, StepResult
 
 #: Operators that are shown, largest share first.
@@ -124,19 +124,12 @@ def write_csv(result: StepResult, path: str) -> None:
         line["first_loss"] = contender.losses[0] if contender.losses else ""
         line["note"] = f"wrong: {contender.wrong}" if contender.wrong else contender.note
         lines.append({**line, **result.machine})
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+    write_lines(path, lines)
 
 
 def draw(result: StepResult, path: str) -> None:
     """Bars: tokens a second and peak memory of each contender."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = plotter()
     timed = [c for c in result.contenders if result.find(c.name)]
     names = [c.name for c in timed]
     figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
