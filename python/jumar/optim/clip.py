@@ -103,9 +103,20 @@ def check_finite(norm: Tensor, norm_type: float) -> None:
         )
 
 
-def promoted(grads: list[Tensor]) -> torch.dtype:
-    """The dtype of torch's norm of these gradients."""
-    return functools.reduce(torch.promote_types, (g.dtype for g in grads), grads[0].dtype)
+def clip(
+    grads: list[Tensor],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+    groups: Iterable[Any] = (),
+) -> Tensor:
+    """Clips gradients that :func:`fits` takes; returns their norm, in the dtype that torch's has."""
+    dtype = functools.reduce(torch.promote_types, {g.dtype for g in grads}) if grads else torch.float32
+    norm = norm_of(power_sum(grads, norm_type, groups), norm_type, dtype)
+    if error_if_nonfinite:
+        check_finite(norm, norm_type)
+    scale(grads, max_norm, norm)
+    return norm
 
 
 @torch.no_grad()
@@ -149,8 +160,4 @@ def clip_grad_norm_(
         return torch.nn.utils.clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach
         )
-    norm = norm_of(power_sum(grads, norm_type), norm_type, promoted(grads))
-    if error_if_nonfinite:
-        check_finite(norm, norm_type)
-    scale(grads, max_norm, norm)
-    return norm
+    return clip(grads, max_norm, norm_type, error_if_nonfinite)

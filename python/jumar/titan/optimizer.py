@@ -59,12 +59,7 @@ def clip_grad_norm_(
             parameters, max_norm, norm_type, error_if_nonfinite, foreach, pp_mesh, ep_enabled
         )
     stages = [] if pp_mesh is None else [pp_mesh.get_group()]
-    dtype = clip.promoted(grads) if grads else torch.float32
-    norm = clip.norm_of(clip.power_sum(grads, norm_type, stages), norm_type, dtype)
-    if error_if_nonfinite:
-        clip.check_finite(norm, norm_type)
-    clip.scale(grads, float(max_norm), norm)
-    return norm
+    return clip.clip(grads, float(max_norm), norm_type, error_if_nonfinite, stages)
 
 
 _stock = dist_utils.clip_grad_norm_
