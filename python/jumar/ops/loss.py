@@ -142,8 +142,7 @@ def _fake(
     bias: Tensor | None = None,
     ignore_index: int = -100,
     reduction: str = "mean",
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     op = "linear_cross_entropy"
     _check_reduction(op, reduction)
@@ -166,21 +165,9 @@ def _fake(
 
 
 def _backward_fake(
-    grad: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None,
-    lse: Tensor,
-    logits: Tensor,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    need_input: bool,
-    need_weight: bool,
-    need_bias: bool,
+    grad: Tensor, input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    need_input, need_weight, need_bias = rest[-3:]
     return (
         input.new_empty(input.shape if need_input else (0,)),
         input.new_empty(weight.shape if need_weight else (0,)),
@@ -206,18 +193,9 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     # torch drops trailing arguments that have their defaults.
     need_input, need_weight, _, need_bias = (*ctx.needs_input_grad, False)[:4]
     need_bias = need_bias and bias is not None
+    needs = (need_input, need_weight, need_bias)
     dinput, dweight, dbias = torch.ops.jumar.linear_cross_entropy_backward(
-        grad,
-        input,
-        weight,
-        target,
-        bias,
-        lse,
-        logits,
-        *options,
-        need_input,
-        need_weight,
-        need_bias,
+        grad, input, weight, target, bias, lse, logits, *options, *needs
     )
     grads = (
         dinput if need_input else None,
@@ -298,17 +276,9 @@ def _vendor_backward(
         return (None,) * len(ctx.needs_input_grad)
     dinput = None
     if grad is not None:
-        dinput = resolve("npu_cross_entropy_loss_backward", log_prob)(
-            grad,
-            log_prob,
-            target,
-            ctx.weight,
-            None,
-            None,
-            ctx.reduction,
-            ctx.ignore_index,
-            ctx.label_smoothing,
-            0.0,
+        options = (ctx.reduction, ctx.ignore_index, ctx.label_smoothing)
+        dinput = npu_cross_entropy_loss_backward(
+            grad, log_prob, target, ctx.weight, None, None, *options
         )
     # The vendor's formula drops this gradient without a word.
     if grad_log_prob is not None:

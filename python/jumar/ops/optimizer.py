@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import NAMESPACES, forbid_autograd, register_fake
+from jumar.ops._wiring import NAMESPACES, forbid_autograd, register_fake, resolve
 
 _Scalar = float | int | bool
 
@@ -56,47 +56,23 @@ def npu_apply_adam_w(
             tensors that overlap. Nothing is written then.
     """
     arguments = (beta1_power, beta2_power, lr, weight_decay, beta1, beta2, epsilon)
-    op = getattr(torch.ops.jumar, _NAME)
-    if grad.device.type == "npu" and "npu" not in NAMESPACES:
-        op = getattr(torch.ops.npu, _NAME)
-    if out is None:
-        return op(*arguments, grad, max_grad_norm, amsgrad, maximize)
-    return op(*arguments, grad, max_grad_norm, amsgrad, maximize, out=list(out))
+    written = {} if out is None else {"out": list(out)}
+    return resolve(_NAME, grad)(*arguments, grad, max_grad_norm, amsgrad, maximize, **written)
 
 
 def _functional(*args: Any) -> Any:
     raise RuntimeError(f"{_NAME} is not implemented for Tensor; give out=(var, m, v)")
 
 
-def _out(
-    beta1_power: _Scalar,
-    beta2_power: _Scalar,
-    lr: _Scalar,
-    weight_decay: _Scalar,
-    beta1: _Scalar,
-    beta2: _Scalar,
-    epsilon: _Scalar,
-    grad: Tensor,
-    max_grad_norm: Tensor | None,
-    amsgrad: bool | None,
-    maximize: bool | None,
-    *,
-    out: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
+def _out(*arguments: Any, out: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    *numbers, grad, max_grad_norm, amsgrad, maximize = arguments
     if len(out) != 3:
         raise RuntimeError(f"{_NAME}: expected tuple of 3 elements but got {len(out)}")
     if amsgrad and max_grad_norm is None:
         raise RuntimeError(f"{_NAME}: if amsgrad is true, max_gard_norm input must be entered")
     var, m, v = out
-    torch.ops.jumar.apply_adam_w_(
-        var,
-        m,
-        v,
-        grad,
-        max_grad_norm if amsgrad else None,
-        *map(float, (beta1_power, beta2_power, lr, weight_decay, beta1, beta2, epsilon)),
-        bool(maximize),
-    )
+    largest = max_grad_norm if amsgrad else None
+    torch.ops.jumar.apply_adam_w_(var, m, v, grad, largest, *map(float, numbers), bool(maximize))
     return var, m, v
 
 
