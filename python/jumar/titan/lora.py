@@ -13,8 +13,6 @@ compat.apply()
 from torchtitan.components import lora as titan_lora  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 
-#: Stands for every linear layer but the output head, as peft's word does.
-ALL = "all-linear"
 _HEAD = "lm_head"
 _fused: dict[type, type] = {}
 

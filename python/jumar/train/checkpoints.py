@@ -7,7 +7,6 @@ torchtitan and torch.distributed.checkpoint write and read the states. Here: whe
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -116,7 +115,7 @@ class DurableCheckpoints(CheckpointManager):
                 if self.first:
                     shutil.rmtree(place, ignore_errors=True)
                     place.mkdir(parents=True)
-                    (place / resume.STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
+                    resume.write_stamp(place, stamp)
                 if dist.get_world_size() > 1:
                     dist.barrier()
                 self._place = place

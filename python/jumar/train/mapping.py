@@ -10,6 +10,9 @@ from jumar.spelling import nearest
 from jumar.train.errors import JobError
 from jumar.train.job import Job
 
+#: Stands for every linear layer but the output head, as peft's word does.
+ALL = "all-linear"
+
 
 def model_spec(job: Job) -> Any:
     """The model that the job names. JobError, with the nearest name, for one that torchtitan does not have."""
@@ -48,19 +51,24 @@ def stamp(job: Job, texts: Any) -> dict[str, Any]:
     }
 
 
+def check_targets(section: dict[str, Any], known: list[str]) -> None:
+    """JobError where ``[lora] target_modules`` is empty, or names a layer that is not in ``known``."""
+    if not section["target_modules"]:
+        raise JobError("lora.target_modules is empty: nothing would be trained")
+    for name in section["target_modules"]:
+        if name not in known and section["target_modules"] != [ALL]:
+            hint = nearest(name, [*known, ALL])
+            raise JobError(f"lora.target_modules: no layer is called {name!r}{hint} (known: {', '.join(known)}, {ALL})")
+
+
 def _lora(job: Job, spec: Any) -> None:
     """Puts torchtitan's adapters into a model's configuration."""
     from jumar.titan import lora
 
     section = job["lora"]
     known = lora.targets(spec.model)
-    wanted = known if section["target_modules"] == [lora.ALL] else section["target_modules"]
-    for name in wanted:
-        if name not in known:
-            hint = nearest(name, [*known, lora.ALL])
-            raise JobError(f"lora.target_modules: no layer is called {name!r}{hint} (known: {', '.join(known)}, {lora.ALL})")
-    if not wanted:
-        raise JobError("lora.target_modules is empty: nothing would be trained")
+    wanted = known if section["target_modules"] == [ALL] else section["target_modules"]
+    check_targets(section, known)
     spec.model = lora.convert(spec.model, section["rank"], section["alpha"], wanted)
 
 
@@ -149,8 +157,6 @@ def trainer_config(
     adam.implementation = optimizer["implementation"]
     if optimizer["name"] == "jumar_adamw":
         adam = _jumar_adamw(adam, optimizer)
-    elif optimizer["master_weights"]:
-        raise JobError("optimizer.master_weights is of optimizer.name = 'jumar_adamw'")
     loss: Any = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
     if training["loss_chunks"] > 1:
         loss = ChunkedLossWrapper.Config(loss_fn=loss, num_chunks=training["loss_chunks"])

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from jumar import compat
-from jumar.train.memory import peak, resident
-from jumar.train.records import Records
+from jumar.train.records import Records, of_step
 
 compat.apply()
 
@@ -86,20 +85,18 @@ class JobMetrics(MetricsProcessor):
         tokens = self.ntokens_since_last_log * dims.dp_replicate * dims.dp_shard
         extra = extra_metrics or {}
         rates = [value for name, value in extra.items() if name.startswith("lr/")]
-        steps = max(1, step - self._last_step)
+        self._pending = of_step(
+            seconds,
+            step - self._last_step,
+            tokens,
+            step=step,
+            loss=global_avg_loss,
+            max_loss=global_max_loss,
+            grad_norm=grad_norm,
+            lr=rates[0] if rates else None,
+            tokens_seen=extra.get("n_tokens_seen"),
+        )
         self._last_step = step
-        self._pending = {
-            "step": step,
-            "loss": global_avg_loss,
-            "max_loss": global_max_loss,
-            "grad_norm": grad_norm,
-            "lr": rates[0] if rates else None,
-            "seconds_per_step": seconds / steps,
-            "tokens_per_second": tokens / seconds,
-            "tokens_seen": extra.get("n_tokens_seen"),
-            "memory_bytes": resident(),
-            "peak_memory_bytes": peak(),
-        }
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:

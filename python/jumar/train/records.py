@@ -12,6 +12,7 @@ from typing import Any
 
 from jumar.train import durable
 from jumar.train.files import replace_file
+from jumar.train.memory import peak, resident
 from jumar.train.text import duration
 
 # Steps whose times give the estimate of what is left.
@@ -83,6 +84,17 @@ class Records:
             with contextlib.suppress(OSError):  # a full disk was reported where it was found
                 self._stream.close()
             self._stream = None
+
+
+def of_step(seconds: float, steps: int, tokens: float, **values: Any) -> dict[str, Any]:
+    """A record: ``values``, the speed of the ``steps`` since the last record, and the memory of now."""
+    return {
+        **values,
+        "seconds_per_step": seconds / max(1, steps),
+        "tokens_per_second": tokens / seconds,
+        "memory_bytes": resident(),
+        "peak_memory_bytes": peak(),
+    }
 
 
 def read(file: Path) -> list[dict[str, Any]]:

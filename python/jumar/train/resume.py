@@ -17,6 +17,11 @@ STAMP = "job.json"
 _FIRM = ("model", "lora")
 
 
+def write_stamp(folder: Path, stamp: dict[str, Any]) -> None:
+    """Writes what a checkpoint says about its job."""
+    (folder / STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
+
+
 def read_stamp(path: Path) -> dict[str, Any]:
     """What a checkpoint says about its job; empty where it says nothing."""
     try:

@@ -37,7 +37,7 @@ from jumar.train import (
 from jumar.train.errors import JobError
 from jumar.train.job import Job, load
 from jumar.train.schema import HF
-from jumar.train.signals import stop_on_signals
+from jumar.train.signals import Stop, stop_on_signals
 
 
 @dataclass
@@ -84,6 +84,8 @@ def prepare(config_file: str, overrides: list[str]) -> Any:
     Returns :class:`Prepared`, or that of :mod:`jumar.train.hf.run` for a Hugging Face folder.
     """
     job = load(config_file, overrides)
+    if job["optimizer"]["master_weights"] and job["optimizer"]["name"] != "jumar_adamw":
+        raise JobError("optimizer.master_weights is of optimizer.name = 'jumar_adamw'")
     if job["model"]["name"] == HF:
         from jumar.train.hf import run as hf
 
@@ -284,43 +286,69 @@ def _train(trainer: Any, prepared: Prepared, world: int) -> dict[str, Any]:
     # Stages differ, other ranks hold the same modules.
     modules = _sum(modules, world, parts)
     calls = _sum(jumar.call_counts(), world, world)
-    operators = summary.rows(report, modules, calls)
-    interrupted = trainer.stop.signal if trainer.step < job["training"]["steps"] else None
-    earlier, records = (_records(r, world) for r in (trainer.metrics_processor.earlier, trainer.metrics_processor.records))
-    resumed_from = getattr(trainer.checkpointer, "resumed_from", None)
+    metrics = trainer.metrics_processor
+    result = document(
+        job,
+        report,
+        trainer.stop,
+        summary.rows(report, calls, modules),
+        calls,
+        earlier=_records(metrics.earlier, world),
+        records=_records(metrics.records, world),
+        model=f"{job['model']['name']} {job['model']['flavor']}",
+        parameters=sum(p.numel() for part in trainer.model_parts for p in part.parameters()),
+        processes=world,
+        steps=trainer.step,
+        resumed_from=getattr(trainer.checkpointer, "resumed_from", None),
+        vocabulary=prepared.vocab,
+        tokenizer=str(prepared.tokenizer),
+    )
+    if not result["interrupted"]:
+        result["hf_folder"] = _export(trainer, prepared)
+    return result
+
+
+def document(
+    job: Job,
+    report: Any,
+    stop: Stop,
+    operators: list[dict[str, Any]],
+    calls: dict[str, int],
+    *,
+    earlier: list[dict[str, Any]],
+    records: list[dict[str, Any]],
+    **own: Any,
+) -> dict[str, Any]:
+    """What a run of either engine returns, but for exports, see :func:`jumar.train.run`. Draws the plot.
+
+    ``operators`` are :func:`jumar.train.summary.rows`, ``earlier`` the records of the steps before this run; ``own`` is
+    what the engine knows: model, steps, resumed_from and others. RuntimeError as :func:`jumar.train.summary.check`.
+    """
     if records:
-        _verify(operators)
-    result: dict[str, Any] = {
+        summary.check(operators)
+    metrics, checkpoint = job["metrics"]["jsonl_file"], job["checkpoint"]
+    interrupted = stop.signal if own["steps"] < job["training"]["steps"] else None
+    return {
         "job": str(job.file),
-        "model": f"{job['model']['name']} {job['model']['flavor']}",
-        "parameters": sum(p.numel() for part in trainer.model_parts for p in part.parameters()),
-        "processes": world,
-        "steps": trainer.step,
+        **own,
+        "resumed_from": str(own["resumed_from"]) if own["resumed_from"] else None,
         "interrupted": interrupted,
-        "exit_status": trainer.stop.exit_status if interrupted else 0,
-        "resumed_from": str(resumed_from) if resumed_from else None,
+        "exit_status": stop.exit_status if interrupted else 0,
         "losses": [record["loss"] for record in records],
         "records": records,
         "tokens_per_second": speed(records),
         "operators": operators,
         "calls": calls,
         "report": report.to_dict(),
-        "vocabulary": prepared.vocab,
-        "tokenizer": str(prepared.tokenizer),
         "dump_folder": str(job.dump_folder),
-        "metrics_file": trainer.config.metrics.jsonl,
-        "checkpoint_folder": (
-            str(job.dump_folder / job["checkpoint"]["folder"]) if job["checkpoint"]["enable"] else None
-        ),
-        "hf_folder": None if interrupted else _export(trainer, prepared),
-        "plot": None,
+        "metrics_file": str(job.dump_folder / metrics) if metrics else None,
+        "checkpoint_folder": str(job.dump_folder / checkpoint["folder"]) if checkpoint["enable"] else None,
+        "hf_folder": None,
+        "plot": _draw_losses(job, own["model"], earlier + records) if ranks()[0] == 0 else None,
     }
-    if torch.distributed.get_rank() == 0:
-        result["plot"] = draw_losses(job, result["model"], earlier + records)
-    return result
 
 
-def draw_losses(job: Job, model: str, records: list[dict[str, Any]]) -> str | None:
+def _draw_losses(job: Job, model: str, records: list[dict[str, Any]]) -> str | None:
     """Draws the plot of a run; returns its file, or None where there is nothing to draw or no plot is wanted."""
     if not records or not job["metrics"]["plot_file"]:
         return None
@@ -353,15 +381,6 @@ def _records(records: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
     every: list[Any] = [None] * world
     torch.distributed.all_gather_object(every, records)
     return max(every, key=len)
-
-
-def _verify(operators: list[dict[str, Any]]) -> None:
-    for row in operators:
-        if row["planned"] > row["skipped"] and (not row["replaced"] or not row["calls"]):
-            raise RuntimeError(
-                f"{row['converter']}: {row['planned'] - row['skipped']} sites were planned, "
-                f"{row['modules']} modules are fused, {row['operator']} ran {row['calls']} times"
-            )
 
 
 def speed(records: list[dict[str, Any]]) -> float | None:

@@ -6,63 +6,51 @@ from typing import Any
 
 from rich.table import Table
 
+from jumar import opinfo
 from jumar.convert.report import Report
 
-# Operators that run in the backward pass, by the operator whose gradient they are.
-_BACKWARD = {
-    "npu_rms_norm": ("npu_rms_norm_backward",),
-    "npu_rotary_mul": ("npu_rotary_mul_backward", "rotary_mul_backward"),
-    "swiglu_gate_up": ("swiglu_gate_up_backward",),
-    "npu_linear": ("npu_linear_backward", "linear_dgrad", "linear_wgrad", "linear_bias_grad"),
-    "linear_cross_entropy": ("linear_cross_entropy_backward",),
-}
+
+def _backward(operator: str) -> tuple[str, ...]:
+    info = opinfo.OPERATORS.get(operator)
+    return (f"{operator}_backward",) if info is None else info.backward
 
 
-def rows(report: Report, modules: dict[str, int], calls: dict[str, int]) -> list[dict[str, Any]]:
-    """One row a converter: nodes planned, replaced and skipped, modules built, calls forward and backward.
+def rows(report: Report, calls: dict[str, int], modules: dict[str, int] | None = None) -> list[dict[str, Any]]:
+    """One row a converter: sites planned, replaced and skipped, modules, calls forward and backward.
 
-    ``planned`` counts the places that the converter knows; ``replaced`` those among them that were built fused.
+    ``modules`` counts what was built from a plan: ``planned`` are then the places that the converter knows, ``replaced``
+    those among them that were built fused. None: the report is of the model itself, and knows every module.
     """
-    from jumar.titan import CONVERTERS
-
     table = []
     for name, counts in report.counts().items():
-        operator = CONVERTERS[name].operator
-        built = modules.get(name, 0) > 0
-        table.append(
-            {
-                "converter": name,
-                "operator": operator,
-                "planned": counts["replaced"] + counts["skipped"],
-                "replaced": counts["replaced"] if built else 0,
-                "skipped": counts["skipped"],
-                "modules": modules.get(name, 0),
-                "calls": calls.get(operator, 0),
-                "backward_calls": sum(calls.get(op, 0) for op in _BACKWARD.get(operator, ())),
-            }
-        )
-    return table
-
-
-def site_rows(report: Report, calls: dict[str, int]) -> list[dict[str, Any]]:
-    """The same rows for a converted model, whose report knows every module: ``modules`` is what was replaced."""
-    table = []
-    for name, counts in report.counts().items():
-        used = [s.operator for s in report.sites if s.converter == name and s.status == "replaced"]
-        operators = list(dict.fromkeys(used or [s.operator for s in report.sites if s.converter == name]))
+        sites = [site for site in report.sites if site.converter == name]
+        used = [site.operator for site in sites if site.status == "replaced"]
+        operators = list(dict.fromkeys(used or [site.operator for site in sites]))
+        backward = {part for operator in operators for part in _backward(operator)}
+        built = counts["replaced"] if modules is None else modules.get(name, 0)
         table.append(
             {
                 "converter": name,
                 "operator": ", ".join(operators),
                 "planned": counts["replaced"] + counts["skipped"],
-                "replaced": counts["replaced"],
+                "replaced": counts["replaced"] if built else 0,
                 "skipped": counts["skipped"],
-                "modules": counts["replaced"],
+                "modules": built,
                 "calls": sum(calls.get(operator, 0) for operator in operators),
-                "backward_calls": sum(calls.get(op, 0) for o in operators for op in _BACKWARD.get(o, (f"{o}_backward",))),
+                "backward_calls": sum(calls.get(operator, 0) for operator in backward),
             }
         )
     return table
+
+
+def check(rows_: list[dict[str, Any]]) -> None:
+    """RuntimeError for a converter whose modules are absent from what was built, or whose operator never ran."""
+    for row in rows_:
+        if row["planned"] > row["skipped"] and (not row["replaced"] or not row["calls"]):
+            raise RuntimeError(
+                f"{row['converter']}: {row['planned'] - row['skipped']} sites were planned, "
+                f"{row['modules']} modules are fused, {row['operator']} ran {row['calls']} times"
+            )
 
 
 def table(rows_: list[dict[str, Any]]) -> Table:

@@ -12,13 +12,12 @@ from torch import nn
 import jumar
 from jumar.convert.errors import ConverterError
 from jumar.convert.report import Report
-from jumar.spelling import nearest
 from jumar.train.errors import JobError
 from jumar.train.job import Job
+from jumar.train.mapping import ALL, check_targets
 
 log = logging.getLogger("jumar.train")
 
-ALL = "all-linear"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -107,13 +106,7 @@ def _adapted(job: Job, model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Linear) and module is not head
     }
     wanted = section["target_modules"]
-    if not wanted:
-        raise JobError("lora.target_modules is empty: nothing would be trained")
-    for name in wanted if wanted != [ALL] else []:
-        if name not in linear:
-            known = sorted(linear)
-            hint = nearest(name, [*known, ALL])
-            raise JobError(f"lora.target_modules: no layer is called {name!r}{hint} (known: {', '.join(known)}, {ALL})")
+    check_targets(section, sorted(linear))
     config = peft.LoraConfig(
         task_type=peft.TaskType.CAUSAL_LM,
         r=section["rank"],

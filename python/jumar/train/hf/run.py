@@ -212,7 +212,7 @@ def train(prepared: Prepared, label: str = "") -> dict[str, Any]:
     from jumar.train.hf.trainer import JobTrainer, accumulation
 
     job = prepared.job
-    training, metrics, checkpoint = job["training"], job["metrics"], job["checkpoint"]
+    training, metrics = job["training"], job["metrics"]
     file = job.dump_folder / metrics["jsonl_file"] if metrics["jsonl_file"] else None
     log_file = Records(file, training["steps"], label=label)
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -244,47 +244,28 @@ def train(prepared: Prepared, label: str = "") -> dict[str, Any]:
         if cached is not None:
             prepared.model.config.use_cache = cached
         calls = jumar.call_counts()
-        operators = summary.site_rows(prepared.report, calls)
-        if log_file.written:
-            _verify(operators)
-        steps = trainer.state.global_step
-        interrupted = stop.signal if steps < training["steps"] else None
-        name = prepared.name
-        result: dict[str, Any] = {
-            "job": str(job.file),
-            "model": name,
-            "parameters": sum(p.numel() for p in prepared.model.parameters()),
-            "trained_parameters": sum(p.numel() for p in prepared.model.parameters() if p.requires_grad),
-            "processes": 1,
-            "steps": steps,
-            "interrupted": interrupted,
-            "exit_status": stop.exit_status if interrupted else 0,
-            "resumed_from": str(trainer.resumed_from) if trainer.resumed_from else None,
-            "losses": [record["loss"] for record in log_file.written],
-            "records": log_file.written,
-            "tokens_per_second": runner.speed(log_file.written),
-            "operators": operators,
-            "calls": calls,
-            "report": prepared.report.to_dict(),
-            "data": dict(prepared.data.counts),
-            "vocabulary": len(prepared.tokenizer),
-            "tokenizer": str(prepared.folder),
-            "dump_folder": str(job.dump_folder),
-            "metrics_file": str(file) if file else None,
-            "checkpoint_folder": str(job.dump_folder / checkpoint["folder"]) if checkpoint["enable"] else None,
-            "adapter_folder": None,
-            "hf_folder": None,
-            "plot": runner.draw_losses(job, name, log_file.earlier + log_file.written),
-        }
-        if not interrupted and checkpoint["export_hf"]:
+        result = runner.document(
+            job,
+            prepared.report,
+            stop,
+            summary.rows(prepared.report, calls),
+            calls,
+            earlier=log_file.earlier,
+            records=log_file.written,
+            model=prepared.name,
+            parameters=sum(p.numel() for p in prepared.model.parameters()),
+            trained_parameters=sum(p.numel() for p in prepared.model.parameters() if p.requires_grad),
+            processes=1,
+            steps=trainer.state.global_step,
+            resumed_from=trainer.resumed_from,
+            data=dict(prepared.data.counts),
+            vocabulary=len(prepared.tokenizer),
+            tokenizer=str(prepared.folder),
+            adapter_folder=None,
+        )
+        if not result["interrupted"] and job["checkpoint"]["export_hf"]:
             result |= _export(prepared)
     return result
-
-
-def _verify(operators: list[dict[str, Any]]) -> None:
-    for row in operators:
-        if row["replaced"] and not row["calls"]:
-            raise RuntimeError(f"{row['converter']}: {row['replaced']} modules are fused, {row['operator']} never ran")
 
 
 def _export(prepared: Prepared) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
 from pathlib import Path
@@ -17,8 +16,7 @@ from jumar.train import durable, pace, resume, rng, schedule
 from jumar.train.errors import JobError
 from jumar.train.hf.chat import IGNORED
 from jumar.train.job import Job
-from jumar.train.memory import peak, resident
-from jumar.train.records import Records
+from jumar.train.records import Records, of_step
 from jumar.train.signals import Stop
 
 
@@ -169,14 +167,10 @@ class JobTrainer(transformers.Trainer):
         groups = [group for group in groups if group["params"]]
         shared = {"lr": section["lr"], "betas": (section["beta1"], section["beta2"]), "eps": section["eps"]}
         if section["name"] == "jumar_adamw":
-            try:
-                from jumar.optim import AdamW
-            except ImportError as error:
-                raise JobError(f"optimizer.name = 'jumar_adamw': {error}") from error
+            from jumar.optim import AdamW
+
             self.optimizer = AdamW(groups, **shared, master_weights=section["master_weights"])
         else:
-            if section["master_weights"]:
-                raise JobError("optimizer.master_weights is of optimizer.name = 'jumar_adamw'")
             form = section["implementation"]
             kind = getattr(torch.optim, section["name"])
             self.optimizer = kind(groups, **shared, fused=form == "fused", foreach=form == "foreach")
@@ -219,20 +213,17 @@ class JobTrainer(transformers.Trainer):
 
     def _record(self, step: int, validation_loss: float | None) -> None:
         now = time.perf_counter()
-        seconds = now - self._since
-        steps = max(1, step - (self._logged if self._logged is not None else self._initial_global_step))
-        record = {
-            "step": step,
-            "loss": self._loss.item(),
-            "max_loss": self._loss.item(),
-            "grad_norm": self._norm,
-            "lr": self._rate,
-            "seconds_per_step": seconds / steps,
-            "tokens_per_second": self._tokens / seconds,
-            "tokens_seen": self.state.num_input_tokens_seen,
-            "memory_bytes": resident(),
-            "peak_memory_bytes": peak(),
-        }
+        record = of_step(
+            now - self._since,
+            step - (self._logged if self._logged is not None else self._initial_global_step),
+            self._tokens,
+            step=step,
+            loss=self._loss.item(),
+            max_loss=self._loss.item(),
+            grad_norm=self._norm,
+            lr=self._rate,
+            tokens_seen=self.state.num_input_tokens_seen,
+        )
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
         self.records.add(record)
@@ -313,8 +304,7 @@ class JobTrainer(transformers.Trainer):
                 self._save_optimizer_and_scheduler(str(place))
                 self._save_rng_state(str(place))
             self.state.save_to_json(str(place / "trainer_state.json"))
-            stamp = {**self.stamp, "step": step, "model_only": weights_only}
-            (place / resume.STAMP).write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
+            resume.write_stamp(place, {**self.stamp, "step": step, "model_only": weights_only})
         durable.keep_latest(path.parent, checkpoint["keep_latest_k"])
 
 
