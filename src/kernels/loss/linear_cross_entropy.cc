@@ -202,7 +202,7 @@ void GradBlock(const Problem& p, const TensorView& logits, int64_t column, const
       row.dtype = logits.dtype;
       row.x = At(logits, i, 0);
       row.lse = log_sum;
-      row.scale = std::isfinite(log_sum) ? g * (1 + 2 * o.z_loss * log_sum) : kNaN;
+      row.scale = g * (1 + 2 * o.z_loss * log_sum);  // makes NaN of all where log_sum is not finite
       row.shift = g * smooth;
       row.w = nullptr;
       row.out_dtype = out.dtype;
