@@ -6,7 +6,6 @@ Same weights, same data, same learning rates, one process; what is compared is t
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from typing import Any
@@ -16,6 +15,8 @@ from rich.table import Table
 
 from jumar.train import plot, report, runner, summary
 from jumar.train.errors import JobError
+from jumar.train.records import settled
+from jumar.train.report_plots import curve
 from jumar.train.text import duration
 
 # Eager bf16 takes 20 s a step where the CPU has no bf16 instructions.
@@ -51,10 +52,7 @@ def compare(
     )
     console.print(f"\nThe same on torch's own operators, {min(eager_steps, steps)} steps:")
     eager = runner.train(eager_job, label="eager  ")
-    curves = {
-        name: [(record["step"], record["loss"]) for record in run["records"]]
-        for name, run in (("fused", fused), ("eager", eager))
-    }
+    curves = {"fused": curve(fused["records"], "loss"), "eager": curve(eager["records"], "loss")}
     file = fused_job.job.dump_folder / "loss.png"
     plot.draw(file, curves, f"{fused['model']}, {fused_job.job['training']['mixed_precision_param']}")
     page = report.again(fused_job.job)  # with the comparison in it
@@ -91,17 +89,13 @@ def losses(result: dict[str, Any]) -> Table:
 def conclude(result: dict[str, Any], seconds: float, console: Console) -> None:
     """Prints what the demo shows."""
     fused, eager = result["fused"], result["eager"]
-
-    def step_time(run: dict[str, Any]) -> float:
-        times = [record["seconds_per_step"] for record in run["records"]]
-        return statistics.median(times[1:] or times)
-
+    ours, theirs = (settled(run["records"], "seconds_per_step") for run in (fused, eager))
     console.print()
     console.print(summary.table(fused["operators"]))
     console.print(losses(result))
     console.print(
-        f"fused {fused['tokens_per_second']:,.0f} tokens/s ({step_time(fused):.3f} s a step), "
-        f"eager {eager['tokens_per_second']:,.0f} tokens/s ({step_time(eager):.3f} s a step): "
+        f"fused {fused['tokens_per_second']:,.0f} tokens/s ({ours:.3f} s a step), "
+        f"eager {eager['tokens_per_second']:,.0f} tokens/s ({theirs:.3f} s a step): "
         f"[bold]{result['ratio']:.1f}x[/bold]"
     )
     console.print(f"loss plot: {result['plot']}", soft_wrap=True)

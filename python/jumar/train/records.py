@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,12 @@ def of_step(seconds: float, steps: int, tokens: float, **values: Any) -> dict[st
         "memory_bytes": resident(),
         "peak_memory_bytes": peak(),
     }
+
+
+def settled(records: Sequence[dict[str, Any]], key: str = "tokens_per_second") -> float | None:
+    """The median of a number over the records; the first one, which carries set-up, is left out."""
+    values = [record[key] for record in records if isinstance(record.get(key), int | float)]
+    return statistics.median(values[1:] or values) if values else None
 
 
 def read(file: Path) -> list[dict[str, Any]]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
 from jumar.train import report_plots
+from jumar.train.records import settled
 from jumar.train.text import duration
 
 #: More records than this are thinned in the table; all of them are embedded as data.
@@ -126,12 +126,6 @@ def _ending(run: dict[str, Any]) -> tuple[str, str]:
     return state, sentence
 
 
-def speed(records: Sequence[dict[str, Any]]) -> float | None:
-    """Median tokens a second; the first record, which carries set-up, is left out."""
-    speeds = [r["tokens_per_second"] for r in records if isinstance(r.get("tokens_per_second"), int | float)]
-    return statistics.median(speeds[1:] or speeds) if speeds else None
-
-
 def _head(run: dict[str, Any], title: str, values: dict[str, Any]) -> str:
     state, sentence = _ending(run)
     records = run["records"]
@@ -143,7 +137,7 @@ def _head(run: dict[str, Any], title: str, values: dict[str, Any]) -> str:
             facts.append((number(held[-1], ".4f"), "validation loss"))
         total = values.get("training", {}).get("steps")
         facts.append((f"{records[-1]['step']}{f' of {total}' if total else ''}", "steps"))
-    rate = speed(records)
+    rate = settled(records)
     if rate is not None:
         facts.append((number(rate, ",.0f"), "tokens/s (median)"))
     if run.get("parameters"):
@@ -267,7 +261,7 @@ def _eager(run: dict[str, Any]) -> str:
          f"{f['loss'] - e['loss']:+.2e}", number(f.get("tokens_per_second"), ",.0f"), number(e.get("tokens_per_second"), ",.0f")]
         for f, e in pairs
     ]  # fmt: skip
-    ours, theirs = speed(run["records"]), speed(run["eager"])
+    ours, theirs = settled(run["records"]), settled(run["eager"])
     ratio = f"<p>{ours:,.0f} tokens/s beside {theirs:,.0f}: <b>{ours / theirs:.2f}x</b></p>" if ours and theirs else ""
     headings = ("step", "loss", "eager loss", "difference", "tokens/s", "eager tokens/s")
     return ratio + table(headings, rows, range(6))

@@ -8,7 +8,6 @@ import json as json_module
 import logging
 import os
 import socket
-import statistics
 import sys
 import warnings
 from collections.abc import Iterator
@@ -36,6 +35,8 @@ from jumar.train import (
 )
 from jumar.train.errors import JobError
 from jumar.train.job import Job, load
+from jumar.train.records import settled
+from jumar.train.report_plots import curve
 from jumar.train.schema import HF
 from jumar.train.signals import Stop, stop_on_signals
 
@@ -336,7 +337,7 @@ def document(
         "exit_status": stop.exit_status if interrupted else 0,
         "losses": [record["loss"] for record in records],
         "records": records,
-        "tokens_per_second": speed(records),
+        "tokens_per_second": settled(records),
         "operators": operators,
         "calls": calls,
         "report": report.to_dict(),
@@ -353,11 +354,8 @@ def _draw_losses(job: Job, model: str, records: list[dict[str, Any]]) -> str | N
     if not records or not job["metrics"]["plot_file"]:
         return None
     file = job.dump_folder / job["metrics"]["plot_file"]
-    curves = {"loss": [(record["step"], record["loss"]) for record in records]}
-    held_out = [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
-    if held_out:
-        curves["validation loss"] = held_out
-    plot.draw(file, curves, f"{model}: loss")
+    curves = {key.replace("_", " "): curve(records, key) for key in ("loss", "validation_loss")}
+    plot.draw(file, {name: points for name, points in curves.items() if points}, f"{model}: loss")
     return str(file)
 
 
@@ -381,12 +379,6 @@ def _records(records: list[dict[str, Any]], world: int) -> list[dict[str, Any]]:
     every: list[Any] = [None] * world
     torch.distributed.all_gather_object(every, records)
     return max(every, key=len)
-
-
-def speed(records: list[dict[str, Any]]) -> float | None:
-    """The median over the steps; the first one, which carries set-up, is left out."""
-    speeds = [record["tokens_per_second"] for record in records]
-    return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
 def _export(trainer: Any, prepared: Prepared) -> str | None:
