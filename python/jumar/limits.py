@@ -21,6 +21,15 @@ class Limits:
     threads: int
     simd: str
 
+    @property
+    def text(self) -> str:
+        """For people."""
+        bf16 = f", bf16 dot products {self.bf16_gflops:,.0f} GFLOP/s" if self.bf16_gflops else ""
+        return (
+            f"({self.threads} thread{'s' if self.threads != 1 else ''}, {self.simd}): copy {self.copy_gbs:.1f} GB/s, "
+            f"fp32 multiply-add {self.fma_gflops:,.0f} GFLOP/s{bf16}"
+        )
+
     def flops_limit(self, dtype: torch.dtype) -> float:
         """GFLOP/s that a matrix product in ``dtype`` could reach."""
         if dtype == torch.bfloat16 and self.bf16_gflops > 0:

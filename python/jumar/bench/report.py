@@ -37,12 +37,7 @@ def _times(ratio: float | None) -> str:
 
 def limits_text(result: Result) -> str:
     """One line: the limits that percentages refer to."""
-    limits = result.limits
-    bf16 = f", bf16 dot products {limits.bf16_gflops:.0f} GFLOP/s" if limits.bf16_gflops else ""
-    return (
-        f"limits of this machine ({limits.threads} threads, {limits.simd}): copy {limits.copy_gbs:.1f} GB/s, "
-        f"fp32 multiply-add {limits.fma_gflops:.0f} GFLOP/s{bf16}"
-    )
+    return f"limits of this machine {result.limits.text}"
 
 
 def show(result: Result, console: Console) -> None:

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jumar.limits import Limits
 from jumar.profile.table import SORTS, OperatorRow, OperatorTable
 from jumar.spelling import unknown
 
@@ -55,11 +56,7 @@ def summary(found: OperatorTable) -> list[str]:
     if limits is None:
         lines.append("the trace does not say what its machine can do, so there is no percent of the limit")
     else:
-        bf16 = f", bf16 dot products {limits['bf16_gflops']:,.0f} GFLOP/s" if limits["bf16_gflops"] else ""
-        lines.append(
-            f"limits ({limits['threads']} thread{'s' if limits['threads'] != 1 else ''}, {limits['simd']}): copy "
-            f"{limits['copy_gbs']:.1f} GB/s, fp32 multiply-add {limits['fma_gflops']:,.0f} GFLOP/s{bf16}"
-        )
+        lines.append(f"limits {Limits(**limits).text}")
     return lines
 
 
