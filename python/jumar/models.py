@@ -29,6 +29,17 @@ _TEXT = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+_VISION = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 56,
+    "num_heads": 2,
+    "out_hidden_size": _TEXT["hidden_size"],
+    "patch_size": 2,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.15,
+}
 _IMAGE, _VIDEO, _VISION_START, _VISION_END = 90, 91, 92, 93
 _TOKENS = {
     "image_token_id": _IMAGE,
@@ -68,19 +79,7 @@ def _qwen2_5_vl() -> Any:
     from transformers import Qwen2_5_VLConfig
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig
 
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 56,
-        "num_heads": 2,
-        "out_hidden_size": _TEXT["hidden_size"],
-        "patch_size": 2,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": 8,
-        "fullatt_block_indexes": [1],
-        "initializer_range": 0.15,
-    }
+    vision = {**_VISION, "window_size": 8, "fullatt_block_indexes": [1]}
     text = {**_TEXT, **_rope(Qwen2_5_VLTextConfig, 10000.0, mrope_section=[2, 2, 2])}
     return Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_TOKENS)
 
@@ -89,19 +88,7 @@ def _qwen3_vl() -> Any:
     from transformers import Qwen3VLConfig
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
 
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 56,
-        "num_heads": 2,
-        "out_hidden_size": _TEXT["hidden_size"],
-        "patch_size": 2,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-        "initializer_range": 0.15,
-    }
+    vision = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
     rope = _rope(Qwen3VLTextConfig, 10000.0, mrope_section=[2, 2, 2], mrope_interleaved=True)
     text = {**_TEXT, "head_dim": 12, **rope}
     return Qwen3VLConfig(text_config=text, vision_config=vision, **_TOKENS)

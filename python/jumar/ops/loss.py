@@ -225,18 +225,12 @@ def _autocast(
 
 
 def _vendor_fake(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale_for_zloss: float = 0.0,
-    return_zloss: bool = False,
+    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean", *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``rest``: ignore_index, label_smoothing, and the two arguments of the z-loss."""
     op = "npu_cross_entropy_loss"
     _check_reduction(op, reduction)
-    if lse_square_scale_for_zloss != 0 or return_zloss:
+    if any(rest[2:]):
         raise RuntimeError(f"{op}: the z-loss is not supported")
     if input.dim() != 2 or target.shape != input.shape[:1]:
         raise RuntimeError(
