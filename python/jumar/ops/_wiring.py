@@ -12,6 +12,9 @@ import torch
 
 from jumar._load import NAMESPACES
 
+# A library unregisters its kernels when it is collected.
+_libraries: list[torch.library.Library] = []
+
 
 def _names(name: str) -> list[str]:
     """Qualified names of the operator in every namespace that has it."""
@@ -43,6 +46,29 @@ def forbid_autograd(name: str) -> None:
         raise RuntimeError(f"{name}: not differentiable (double backward is not implemented)")
 
     register_autograd(name, backward, lambda ctx, inputs, output: None)
+
+
+def register_autocast(name: str) -> None:
+    """Under autocast the operator's floating tensors other than fp64 are cast, as those of ``F.linear`` are."""
+    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            return value
+        return value if value.dtype == torch.float64 else value.to(torch.get_autocast_dtype("cpu"))
+
+    def register(namespace: str, op: Any) -> None:
+        def autocast(*args: Any) -> Any:
+            args = [cast(arg) for arg in args]
+            with torch._C._ExcludeDispatchKeyGuard(excluded):
+                return op(*args)
+
+        _libraries.append(torch.library.Library(namespace, "IMPL"))
+        _libraries[-1].impl(name, autocast, "AutocastCPU")
+
+    for qualified in _names(name):
+        namespace = qualified.split("::")[0]
+        register(namespace, getattr(getattr(torch.ops, namespace), name).default)
 
 
 def resolve(name: str, tensor: torch.Tensor) -> Any:

@@ -7,7 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import NAMESPACES, forbid_autograd, register_autograd, register_fake, resolve
+from jumar.ops._wiring import (
+    NAMESPACES,
+    forbid_autograd,
+    register_autocast,
+    register_autograd,
+    register_fake,
+    resolve,
+)
 
 
 def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,25 +87,6 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Autocast's rule: floating tensors other than fp64 are cast."""
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
-
-
-def _autocast(namespace: str) -> Any:
-    op = getattr(torch.ops, namespace).npu_linear.default
-    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        dtype = torch.get_autocast_dtype("cpu")
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return op(_cast(input, dtype), _cast(weight, dtype), _cast(bias, dtype))
-
-    return linear
-
-
 register_fake("npu_linear", _fake)
 register_fake(
     "npu_linear_backward",
@@ -110,9 +98,4 @@ register_fake("linear_bias_grad", lambda grad: grad.new_empty(grad.shape[-1:]))
 register_autograd("npu_linear", _backward, _setup)
 for _name in ("npu_linear_backward", "linear_dgrad", "linear_wgrad", "linear_bias_grad"):
     forbid_autograd(_name)
-
-# Libraries unregister their kernels when they are collected.
-_libraries = []
-for _namespace in NAMESPACES:
-    _libraries.append(torch.library.Library(_namespace, "IMPL"))
-    _libraries[-1].impl("npu_linear", _autocast(_namespace), "AutocastCPU")
+register_autocast("npu_linear")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
-    NAMESPACES,
     compute_dtype,
     forbid_autograd,
+    register_autocast,
     register_autograd,
     register_fake,
     resolve,
@@ -206,24 +206,6 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
     return (*grads, *none)[: len(none)]
 
 
-def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Autocast's rule: floating tensors other than fp64 are cast."""
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
-
-
-def _autocast(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = torch.get_autocast_dtype("cpu")
-    excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-    with torch._C._ExcludeDispatchKeyGuard(excluded):
-        return torch.ops.jumar.linear_cross_entropy(
-            _cast(input, dtype), _cast(weight, dtype), target, _cast(bias, dtype), *options
-        )
-
-
 def _vendor_fake(
     input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean", *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -291,7 +273,4 @@ register_autograd("linear_cross_entropy", _backward, _setup)
 register_autograd("npu_cross_entropy_loss", _vendor_backward, _vendor_setup)
 forbid_autograd("linear_cross_entropy_backward")
 forbid_autograd("npu_cross_entropy_loss_backward")
-
-# A library unregisters its kernels when it is collected.
-_library = torch.library.Library(NAMESPACES[0], "IMPL")
-_library.impl("linear_cross_entropy", _autocast, "AutocastCPU")
+register_autocast("linear_cross_entropy")

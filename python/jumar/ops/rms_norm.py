@@ -99,9 +99,9 @@ def _norm_fake(op: str) -> Any:
 
 
 def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, gamma, _ = inputs
+    *tensors, _ = inputs
     _, rstd = output
-    ctx.save_for_backward(x, gamma, rstd)
+    ctx.save_for_backward(*tensors, rstd)
     ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
 
@@ -168,14 +168,6 @@ def _gated_fake(
     return _like(input), _rstd(input, gamma)
 
 
-def _gated_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, gate, gamma, _ = inputs
-    _, rstd = output
-    ctx.save_for_backward(x, gate, gamma, rstd)
-    ctx.mark_non_differentiable(rstd)
-    ctx.set_materialize_grads(False)
-
-
 def _gated_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
     if dy is None:
         return None, None, None, None
@@ -189,5 +181,5 @@ register_fake(
     "rms_norm_gated_backward",
     lambda dy, input, gate, gamma, rstd: (_like(input), _like(input), _dgamma(input, gamma)),
 )
-register_autograd("rms_norm_gated", _gated_backward, _gated_setup)
+register_autograd("rms_norm_gated", _gated_backward, _norm_setup)
 forbid_autograd("rms_norm_gated_backward")
