@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from jumar.opinfo.costs import Arg, Cost, Formula, _adamw
+from jumar.opinfo.costs import Arg, Cost, Formula, _adamw, _streams
 
 
 def _product(a: Arg, b: Arg, extra: float = 0.0) -> Cost:
@@ -92,10 +92,6 @@ def _fill(out: Arg, *_: Any) -> Cost:
     return Cost(out.bytes)
 
 
-def _copy(out: Arg, source: Arg, *_: Any) -> Cost:
-    return Cost(out.bytes + source.bytes)
-
-
 def _reduction(x: Arg, dims: Any = None, *_: Any) -> Cost:
     """Read once; the result has the sizes that are not reduced."""
     kept = 1
@@ -109,12 +105,8 @@ def _norm(x: Arg, order: Any = 2, dims: Any = None, *_: Any) -> Cost:
     return _reduction(x, dims)
 
 
-def _two_passes(x: Arg, *_: Any) -> Cost:
-    return Cost(x.bytes + x.dense)
-
-
-def _from_two(dy: Arg, y: Arg, *_: Any) -> Cost:
-    return Cost(dy.bytes + y.bytes + y.dense)
+_two_passes = _streams(1, 1)
+_from_two = _streams(2, 1, like=1)
 
 
 def _embedding(weight: Arg, index: Arg, *_: Any) -> Cost:
@@ -143,7 +135,7 @@ ATEN_COSTS: dict[str, Formula] = {
     "addcmul_": _in_place,
     "addcdiv_": _in_place,
     "lerp_": _in_place,
-    "copy_": _copy,
+    "copy_": _streams(2, 0),
     "fill_": _fill,
     "zero_": _fill,
     "sum": _reduction,

@@ -83,6 +83,17 @@ class Cost:
 Formula = Callable[..., Cost]
 
 
+def _streams(count: int, results: float, like: int = 0) -> Formula:
+    """The first ``count`` arguments are read, ``results`` tensors of the size of argument ``like`` are written."""
+
+    def formula(*arguments: Any) -> Cost:
+        if len(arguments) < count:
+            raise LookupError("arguments")
+        return Cost(sum(t.bytes for t in arguments[:count]) + results * arguments[like].dense)
+
+    return formula
+
+
 def _statistic(x: Arg, gamma: Arg) -> float:
     """Bytes of rstd: fp32 (fp64 for fp64), one for each row."""
     rows = x.numel // max(1, gamma.numel)
@@ -117,26 +128,6 @@ def _rms_norm_gated(x: Arg, gate: Arg, gamma: Arg, *_: Any) -> Cost:
 def _rms_norm_gated_backward(dy: Arg, x: Arg, gate: Arg, gamma: Arg, rstd: Arg, *_: Any) -> Cost:
     both = _rms_norm_backward(dy, x, gamma, rstd)
     return Cost(both.bytes + gate.bytes + x.dense)
-
-
-def _swiglu(x: Arg, *_: Any) -> Cost:
-    return Cost(x.bytes + x.dense / 2)
-
-
-def _swiglu_backward(dy: Arg, x: Arg, *_: Any) -> Cost:
-    return Cost(dy.bytes + x.bytes + x.dense)
-
-
-def _gate_up(gate: Arg, up: Arg, *_: Any) -> Cost:
-    return Cost(gate.bytes + up.bytes + gate.dense)
-
-
-def _gate_up_backward(dy: Arg, gate: Arg, up: Arg, *_: Any) -> Cost:
-    return Cost(dy.bytes + gate.bytes + up.bytes + 2 * gate.dense)
-
-
-def _rotary(x: Arg, r1: Arg, r2: Arg, *_: Any) -> Cost:
-    return Cost(x.bytes + x.dense + r1.bytes + r2.bytes)
 
 
 def _rotary_backward_all(dy: Arg, x: Arg, r1: Arg, r2: Arg, *_: Any) -> Cost:
@@ -242,13 +233,13 @@ FUSED_COSTS: dict[str, Formula] = {
     "add_rms_norm_backward": _add_rms_norm_backward,
     "rms_norm_gated": _rms_norm_gated,
     "rms_norm_gated_backward": _rms_norm_gated_backward,
-    "npu_swiglu": _swiglu,
-    "npu_swiglu_backward": _swiglu_backward,
-    "swiglu_gate_up": _gate_up,
-    "swiglu_gate_up_backward": _gate_up_backward,
-    "npu_rotary_mul": _rotary,
+    "npu_swiglu": _streams(1, 0.5),
+    "npu_swiglu_backward": _streams(2, 1, like=1),
+    "swiglu_gate_up": _streams(2, 1),
+    "swiglu_gate_up_backward": _streams(3, 2, like=1),
+    "npu_rotary_mul": _streams(3, 1),
     "npu_rotary_mul_backward": _rotary_backward_all,
-    "rotary_mul_backward": _rotary,
+    "rotary_mul_backward": _streams(3, 1),
     "npu_linear": _linear,
     "linear_dgrad": _dgrad,
     "linear_wgrad": _wgrad,
