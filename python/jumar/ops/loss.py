@@ -136,14 +136,9 @@ def _check_reduction(op: str, reduction: str) -> None:
 
 
 def _fake(
-    input: Tensor,
-    weight: Tensor,
-    target: Tensor,
-    bias: Tensor | None = None,
-    ignore_index: int = -100,
-    reduction: str = "mean",
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
+    ignore_index: int = -100, reduction: str = "mean", *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     op = "linear_cross_entropy"
     _check_reduction(op, reduction)
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
