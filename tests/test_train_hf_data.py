@@ -202,9 +202,10 @@ def test_bad_files_are_named(tmp_path):
     (tmp_path / "a.csv").write_text("a")
     (tmp_path / "b.parquet").write_text("a")
     (tmp_path / "c.jsonl").write_text("\n")
+    (tmp_path / "e.txt").write_bytes(b"one\ncaf\xe9\n")
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "state.json").write_text("{}")
-    for name, words in (("a.csv", "unknown kind"), ("b.parquet", "not a parquet"), ("c.jsonl", "is empty"), ("d", "cannot load it")):
+    for name, words in (("a.csv", "unknown kind"), ("b.parquet", "not a parquet"), ("c.jsonl", "is empty"), ("d", "cannot load it"), ("e.txt", "e.txt:2: not UTF-8")):
         with pytest.raises(JobError, match=words):
             _read(tmp_path / name)
 

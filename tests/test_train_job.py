@@ -138,6 +138,18 @@ def test_line_separators_inside_a_text_do_not_split_it(tmp_path):
     assert data.read(tmp_path).documents == texts
 
 
+def test_text_that_is_not_utf8_is_named_by_line(job, tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n\n{"text": "caf\xe9"}\n')
+    assert "a.jsonl:3: not UTF-8: byte 0xe9" in _fails(job, f"training.dataset_path={tmp_path}")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
+    from jumar.train import data
+
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "one"}\r\n')
+    assert data.read(tmp_path).documents == ["one"]
+
+
 def test_tokenizer_of_another_vocabulary(job, tmp_path):
     import random
 

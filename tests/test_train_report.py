@@ -103,6 +103,7 @@ def test_every_number_of_the_metrics_is_there(run):
     page = check(folder / "report.html")
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert len(records) == 4 and records[0]["memory_bytes"] > 1e6
+    assert all(r["peak_memory_bytes"] >= r["memory_bytes"] for r in records)
     numbers = [repr(v) for r in records for v in r.values() if isinstance(v, int | float)]
     assert len(numbers) > 40 and set(numbers) <= set(page.values)
     assert json.loads(page.text["script"]) == records

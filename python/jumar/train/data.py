@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jumar.spelling import nearest
 from jumar.train.errors import JobError
+from jumar.train.files import read_utf8
 from jumar.train.job import Job
 
 SUFFIXES = (".jsonl", ".json", ".ndjson")
@@ -46,11 +47,7 @@ def read(source: Path) -> Texts:
         files = [source]
     documents = []
     for file in files:
-        try:
-            lines = file.read_text(encoding="utf-8").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise JobError(f"dataset {file}: {error}") from error
-        for number, line in enumerate(lines, 1):
+        for number, line in enumerate(read_utf8(file).split("\n"), 1):
             if line.strip():
                 documents.append(_text(line, f"{file}:{number}"))
     documents = [document for document in documents if document.strip()]

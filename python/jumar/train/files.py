@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all."""
+"""Text files of data; files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jumar.train import durable
+from jumar.train.errors import JobError
+
+
+def read_utf8(file: Path) -> str:
+    """The text of a file of data, without the mark that some editors begin a file with.
+
+    Raises:
+        JobError: it cannot be read; bytes that are not UTF-8 (with their line).
+    """
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise JobError(f"{file}: {error}") from error
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise JobError(f"{file}:{line}: not UTF-8: byte 0x{error.object[error.start]:02x}") from error
 
 
 def replace_file(file: Path, text: str) -> None:

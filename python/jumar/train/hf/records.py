@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jumar.train.errors import JobError
+from jumar.train.files import read_utf8
 
 _LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*_LINES, ".json", ".txt", ".parquet")
@@ -68,10 +69,7 @@ def _file(file: Path, name: str) -> Iterator[tuple[str, Any]]:
     if file.suffix == ".parquet":
         yield from _parquet(file)
         return
-    try:
-        content = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise JobError(f"{file}: {error}") from error
+    content = read_utf8(file)
     if file.suffix == ".json" and content.lstrip().startswith("["):
         try:
             rows = json.loads(content)
