@@ -41,6 +41,11 @@ def test_contenders(tmp_path):
     assert len({form["job"]["dump_folder"] for form in values.values()}) == 3
 
 
+def test_accumulated_passes_are_in_the_size_of_a_step(tmp_path):
+    file = write_job(tmp_path)
+    assert ", 4 x 32 tokens, " in step.describe(load(str(file), ["training.seq_len=32", "training.global_batch_size=4"]))
+
+
 def test_ratios():
     result = _result()
     assert result.ok and result.ratio("eager") == 2.0 and result.ratio("eager", "median") == 2.5

@@ -245,10 +245,15 @@ def measure(
                 raise BenchError(str(error)) from error
     dtype = job["training"]["mixed_precision_param"]
     _compare(forms, dtype)
+    return StepResult(Path(config).name, describe(job), dtype, facts(), forms)
+
+
+def describe(job: Any) -> str:
+    """What one step is: model, sequences (of all accumulated passes) x tokens, dtype."""
     model = " ".join(str(job["model"].get(key) or "") for key in ("name", "flavor")).strip()
     training = job["training"]
-    described = f"{model}, {training['local_batch_size']} x {training['seq_len']} tokens, {dtype}"
-    return StepResult(Path(config).name, described, dtype, facts(), forms)
+    batch = max(training["local_batch_size"], training["global_batch_size"])
+    return f"{model}, {batch} x {training['seq_len']} tokens, {training['mixed_precision_param']}"
 
 
 def _end(processes: list[_Process]) -> None:
