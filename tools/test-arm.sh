@@ -32,6 +32,7 @@ cmake -G Ninja -S . -B build/arm -DCMAKE_TOOLCHAIN_FILE="$PWD/cmake/aarch64.cmak
   -DJUMAR_TORCH=OFF -DJUMAR_TESTS=ON -DJUMAR_GTEST_SOURCE=/usr/src/googletest/googletest >/dev/null
 cmake --build build/arm --parallel "${CMAKE_BUILD_PARALLEL_LEVEL:-$(nproc)}"
 
+jobs=$(nproc)  # before OMP_NUM_THREADS, which nproc obeys
 # Threads wait without spinning: an emulator gains nothing from it. Tests of threads set their number themselves.
 export JUMAR_TEST_SMALL=1 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 failed=()
@@ -40,7 +41,7 @@ run() {  # run TARGET VECTOR-BITS [CTEST-ARGUMENTS]
   shift 2
   echo "$target with vectors of $bits bits"
   QEMU_CPU="max,sve-default-vector-length=$((bits / 8))" JUMAR_TEST_TARGETS="$target" \
-    ctest --test-dir build/arm --output-on-failure --timeout 3600 --parallel "$(nproc)" "$@" || failed+=("$target")
+    ctest --test-dir build/arm --output-on-failure --timeout 3600 --parallel "$jobs" "$@" || failed+=("$target")
 }
 run NEON 128 "$@"
 run SVE 512 "$@"
