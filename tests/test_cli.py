@@ -256,3 +256,16 @@ def test_train_overrides():
     for arguments in (["steps=3"], ["--training.steps"], ["--a.b", "--c.d=1"], ["--steps=3"]):
         with pytest.raises(cli.UserError):
             cli._overrides(arguments)
+
+
+def test_training_without_its_packages(monkeypatch, capsys):
+    from jumar import train
+
+    def run(*arguments, **options):
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    monkeypatch.setattr(train, "run", run)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["train", "--job.config_file", "job.toml"])
+    assert stop.value.code == 2
+    assert "needs more packages (the extra jumar[train]): No module named 'numpy'" in capsys.readouterr().err

@@ -366,13 +366,13 @@ def train(
 
     Exit status: 0 done, 143 ended by SIGTERM, 130 by Ctrl-C, 2 a mistake in the job, a full disk, or a folder in use, 1 else.
     """
-    try:
-        from jumar import train as train_module
-    except ImportError as error:
-        raise UserError(f"training needs more packages: {error}") from error
+    from jumar import train as train_module
 
-    with user_errors(train_module.JobError):
-        result = train_module.run(config_file, _overrides(context.args), json=json)
+    try:
+        with user_errors(train_module.JobError):
+            result = train_module.run(config_file, _overrides(context.args), json=json)
+    except ModuleNotFoundError as error:  # the engines import theirs when they are used
+        raise UserError(f"training needs more packages (the extra jumar[train]): {error}") from error
     if result and result.get("exit_status"):
         raise typer.Exit(result["exit_status"])
 
