@@ -258,6 +258,19 @@ def test_train_overrides():
             cli._overrides(arguments)
 
 
+def test_models_without_their_packages(monkeypatch, capsys):
+    from jumar import models
+
+    def load(*arguments, **options):
+        raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
+
+    monkeypatch.setattr(models, "load", load)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["inspect", "qwen3"])
+    assert stop.value.code == 2
+    assert "(the extra jumar[hf]): No module named 'transformers'" in capsys.readouterr().err
+
+
 def test_training_without_its_packages(monkeypatch, capsys):
     from jumar import train
 

@@ -127,10 +127,13 @@ def _operator(name: str, schema: str) -> dict[str, Any]:
 
 
 def _load_model(model: str, **options: Any) -> Any:
-    with user_errors(ImportError):
-        from jumar import models
-    with user_errors(ValueError, ImportError):
-        return models.load(model, **options)
+    from jumar import models
+
+    try:
+        with user_errors(ValueError):
+            return models.load(model, **options)
+    except ModuleNotFoundError as error:
+        raise UserError(f"models need more packages (the extra jumar[hf]): {error}") from error
 
 
 @app.command()
