@@ -8,12 +8,12 @@
 
 namespace jumar {
 
-enum class DType : uint8_t { kF32, kBF16, kF16, kF64, kI32, kI64 };
+enum class DType : uint8_t { kF32, kBF16, kF16, kF64, kI32, kI64, kBool };
 
 size_t SizeOf(DType dtype);
-const char* Name(DType dtype);  // "float32", "bfloat16", ...
+const char* Name(DType dtype);  // "float32", "bfloat16", ..., "bool" (one byte an element)
 
-inline bool IsFloating(DType d) { return d != DType::kI32 && d != DType::kI64; }
+inline bool IsFloating(DType d) { return d < DType::kI32; }
 
 // bf16 and fp16 values travel as their bits; src/simd widens and narrows them.
 struct BF16 {

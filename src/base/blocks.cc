@@ -81,6 +81,8 @@ void BlockPlan::Move(size_t view, T* base, int64_t begin, int64_t n, T* dense, b
 void BlockPlan::MoveAny(size_t view, int64_t begin, int64_t n, void* dense, bool gather) const {
   const TensorView& of = views_[view];
   switch (SizeOf(of.dtype)) {
+    case 1:
+      return Move(view, of.ptr<uint8_t>(), begin, n, static_cast<uint8_t*>(dense), gather);
     case 2:
       return Move(view, of.ptr<uint16_t>(), begin, n, static_cast<uint16_t*>(dense), gather);
     case 4:

@@ -45,6 +45,8 @@ void CopyTyped(const TensorView& src, const TensorView& dst) {
 
 void CopyStrided(const TensorView& src, const TensorView& dst) {
   switch (SizeOf(src.dtype)) {
+    case 1:
+      return CopyTyped<uint8_t>(src, dst);
     case 2:
       return CopyTyped<uint16_t>(src, dst);
     case 4:

@@ -6,6 +6,8 @@ namespace jumar {
 
 size_t SizeOf(DType dtype) {
   switch (dtype) {
+    case DType::kBool:
+      return 1;
     case DType::kBF16:
     case DType::kF16:
       return 2;
@@ -29,6 +31,8 @@ const char* Name(DType dtype) {
       return "float64";
     case DType::kI32:
       return "int32";
+    case DType::kBool:
+      return "bool";
     default:
       return "int64";
   }

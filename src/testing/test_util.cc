@@ -85,6 +85,8 @@ double LoadAsDouble(const void* data, DType dtype, int64_t i) {
     }
     case DType::kI32:
       return static_cast<const int32_t*>(data)[i];
+    case DType::kBool:
+      return static_cast<const uint8_t*>(data)[i];
     default:
       return static_cast<double>(static_cast<const int64_t*>(data)[i]);
   }
@@ -124,6 +126,9 @@ void StoreFromDouble(void* data, DType dtype, int64_t i, double v) {
     }
     case DType::kI32:
       static_cast<int32_t*>(data)[i] = static_cast<int32_t>(v);
+      return;
+    case DType::kBool:
+      static_cast<uint8_t*>(data)[i] = v != 0 ? 1 : 0;
       return;
     default:
       static_cast<int64_t*>(data)[i] = static_cast<int64_t>(v);

@@ -19,9 +19,11 @@ DType ToDType(const char* op, ScalarType type) {
       return DType::kI32;
     case ScalarType::Long:
       return DType::kI64;
+    case ScalarType::Bool:
+      return DType::kBool;
     default:
       Fail(op, "unsupported dtype (torch ScalarType ", static_cast<int>(type),
-           "); float32, bfloat16, float16, float64, int32 and int64 are known");
+           "); float32, bfloat16, float16, float64, int32, int64 and bool are known");
   }
 }
 
@@ -55,6 +57,8 @@ ScalarType ToScalarType(DType dtype) {
       return ScalarType::Double;
     case DType::kI32:
       return ScalarType::Int;
+    case DType::kBool:
+      return ScalarType::Bool;
     default:
       return ScalarType::Long;
   }

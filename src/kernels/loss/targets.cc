@@ -18,8 +18,8 @@ std::string Position(const TensorView& view, int64_t index) {
 }  // namespace
 
 std::vector<int64_t> ReadTargets(const char* op, const TensorView& target) {
-  JUMAR_CHECK(op, !IsFloating(target.dtype), "target must hold class numbers in int64 or int32, got ",
-              Name(target.dtype));
+  JUMAR_CHECK(op, target.dtype == DType::kI64 || target.dtype == DType::kI32,
+              "target must hold class numbers in int64 or int32, got ", Name(target.dtype));
   std::vector<int64_t> labels(static_cast<size_t>(target.numel()));
   ScratchFrame frame;
   const RowMap rows = InputRows(target, 0, frame);
