@@ -3,9 +3,8 @@
 #include "base/check.h"
 
 namespace jumar::binding {
-namespace {
 
-DType ToDType(const char* op, ScalarType type) {
+DType FromScalarType(const char* op, ScalarType type) {
   switch (type) {
     case ScalarType::Float:
       return DType::kF32;
@@ -27,11 +26,9 @@ DType ToDType(const char* op, ScalarType type) {
   }
 }
 
-}  // namespace
-
 TensorView View(const char* op, const Tensor& tensor) {
   TensorView view;
-  view.dtype = ToDType(op, tensor.scalar_type());
+  view.dtype = FromScalarType(op, tensor.scalar_type());
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   JUMAR_CHECK(op, sizes.size() <= static_cast<size_t>(kMaxRank), "at most ", kMaxRank, " dimensions, got ",

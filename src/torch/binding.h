@@ -21,7 +21,21 @@ using torch::stable::Tensor;
 // A view of the tensor's memory. Throws Error "op: ..." for a dtype or a rank that no kernel takes.
 TensorView View(const char* op, const Tensor& tensor);
 
+// The view of a tensor that may be left out.
+class OptionalView {
+ public:
+  OptionalView(const char* op, const std::optional<Tensor>& tensor) {
+    if (tensor.has_value()) view_ = View(op, *tensor);
+  }
+  const TensorView* get() const { return view_.has_value() ? &*view_ : nullptr; }
+
+ private:
+  std::optional<TensorView> view_;
+};
+
 ScalarType ToScalarType(DType dtype);
+// Throws Error "op: ..." for a dtype that no kernel takes.
+DType FromScalarType(const char* op, ScalarType type);
 
 // A new contiguous tensor on the device of `like`.
 Tensor Empty(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype);

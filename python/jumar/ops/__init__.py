@@ -11,6 +11,15 @@ from jumar.ops.loss import (
     npu_cross_entropy_loss,
     npu_cross_entropy_loss_backward,
 )
+from jumar.ops.moe_permute import (
+    expert_counts,
+    npu_moe_token_permute,
+    npu_moe_token_permute_grad,
+    npu_moe_token_permute_grad_v2,
+    npu_moe_token_unpermute,
+    npu_moe_token_unpermute_grad,
+    npu_moe_token_unpermute_grad_v2,
+)
 from jumar.ops.optimizer import npu_apply_adam_w
 from jumar.ops.rms_norm import (
     npu_add_rms_norm,
@@ -24,6 +33,7 @@ from jumar.ops.swiglu import npu_swiglu, npu_swiglu_backward, swiglu_gate_up
 from jumar.ops.ulp_error import ulp_error
 
 __all__ = [
+    "expert_counts",
     "linear_cross_entropy",
     "npu_add_rms_norm",
     "npu_apply_adam_w",
@@ -32,6 +42,12 @@ __all__ = [
     "npu_gemma_rms_norm",
     "npu_linear",
     "npu_linear_backward",
+    "npu_moe_token_permute",
+    "npu_moe_token_permute_grad",
+    "npu_moe_token_permute_grad_v2",
+    "npu_moe_token_unpermute",
+    "npu_moe_token_unpermute_grad",
+    "npu_moe_token_unpermute_grad_v2",
     "npu_rms_norm",
     "npu_rms_norm_backward",
     "npu_rotary_mul",

@@ -6,7 +6,7 @@
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
 #include "hwy/cache_control.h"
-#include "kernels/optimizer/f64_io-inl.h"
+#include "simd/f64_io-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace jumar {

@@ -7,7 +7,7 @@
 #define HWY_TARGET_INCLUDE "kernels/optimizer/grad_norm_simd.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
-#include "kernels/optimizer/f64_io-inl.h"
+#include "simd/f64_io-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace jumar {

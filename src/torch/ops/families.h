@@ -9,6 +9,7 @@ namespace jumar::binding {
 
 std::vector<OpEntry> LinearOps();
 std::vector<OpEntry> LossOps();
+std::vector<OpEntry> MoeOps();
 std::vector<OpEntry> OptimizerOps();
 std::vector<OpEntry> RmsNormOps();
 std::vector<OpEntry> RotaryOps();
@@ -17,7 +18,7 @@ std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      LinearOps(), LossOps(), OptimizerOps(), RmsNormOps(), RotaryOps(), SwigluOps(), UlpErrorOps(),
+      LinearOps(), LossOps(), MoeOps(), OptimizerOps(), RmsNormOps(), RotaryOps(), SwigluOps(), UlpErrorOps(),
   };
 }
 

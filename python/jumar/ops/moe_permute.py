@@ -1,0 +1,285 @@
+"""Tokens to the order of their experts and back. See docs/ops/npu_moe_token_permute.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jumar.ops._wiring import forbid_autograd, register_autograd, register_fake, resolve
+
+
+def npu_moe_token_permute(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of ``tokens`` grouped by expert, once for each of a token's experts.
+
+    Args:
+        tokens: [T, H], fp32, bf16, fp16 or fp64, any strides.
+        indices: [T, K] or [T], int32 or int64 expert ids >= 0.
+        num_out_tokens: how many rows are kept: None or 0 all, n > 0 the first min(n, T K), n < 0 all but the last -n.
+        padded_mode: must be False.
+
+    Returns:
+        (permuted_tokens [O, H], sorted_indices [T K] int32). Rows are in ascending order of expert, those of one expert
+        in the order of slots ``t * K + k``. sorted_indices maps a slot to its row, also where that row was dropped.
+        Differentiable in tokens.
+
+    Raises:
+        RuntimeError: shapes or dtypes do not fit, an id is negative, or more rows are to be dropped than there are.
+    """
+    return resolve("npu_moe_token_permute", tokens)(tokens, indices, num_out_tokens, padded_mode)
+
+
+def npu_moe_token_permute_grad(
+    tokens: Tensor,
+    grad_permuted_tokens: Tensor,
+    indices: Tensor,
+    sorted_indices: Tensor,
+    padded_mode: bool = False,
+) -> Tensor:
+    """Gradient of :func:`npu_moe_token_permute`, like tokens. Not differentiable."""
+    return resolve("npu_moe_token_permute_grad", tokens)(
+        tokens, grad_permuted_tokens, indices, sorted_indices, padded_mode
+    )
+
+
+def npu_moe_token_permute_grad_v2(
+    grad_permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    tokens_size_0: int,
+    tokens_dtype: torch.dtype,
+    num_topK: int,
+    padded_mode: bool = False,
+) -> Tensor:
+    """Gradient of :func:`npu_moe_token_permute` without its inputs: [tokens_size_0, H]. Not differentiable."""
+    return resolve("npu_moe_token_permute_grad_v2", grad_permuted_tokens)(
+        grad_permuted_tokens, sorted_indices, tokens_size_0, tokens_dtype, num_topK, padded_mode
+    )
+
+
+def npu_moe_token_unpermute(
+    permuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+) -> Tensor:
+    """Each token as the sum of its rows, weighted by ``probs``.
+
+    Args:
+        permuted_tokens: [O, H], fp32, bf16, fp16 or fp64, any strides.
+        sorted_indices: [T K] int32 or int64, of :func:`npu_moe_token_permute`. Slots whose row is O or more add nothing.
+        probs: [T, K] of any floating dtype. Without it every slot is a result row of its own.
+        padded_mode: must be False.
+        restore_shape: has no meaning without padding.
+
+    Returns:
+        [T, H] of permuted_tokens' dtype, summed in fp32 (fp64) and rounded once. Differentiable in permuted_tokens and
+        probs.
+
+    Raises:
+        RuntimeError: shapes or dtypes do not fit, or an index is out of range.
+    """
+    return resolve("npu_moe_token_unpermute", permuted_tokens)(
+        permuted_tokens, sorted_indices, probs, padded_mode, restore_shape
+    )
+
+
+def npu_moe_token_unpermute_grad(
+    permuted_tokens: Tensor,
+    grad_unpermuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of :func:`npu_moe_token_unpermute` for permuted_tokens and probs. Not differentiable."""
+    return resolve("npu_moe_token_unpermute_grad", permuted_tokens)(
+        permuted_tokens, grad_unpermuted_tokens, sorted_indices, probs, padded_mode, restore_shape
+    )
+
+
+def npu_moe_token_unpermute_grad_v2(
+    grad_unpermuted_tokens: Tensor,
+    sorted_indices: Tensor,
+    permuted_tokens_size_0: int,
+    permuted_tokens_dtype: torch.dtype,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    restore_shape: list[int] | None = None,
+    permuted_tokens: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As :func:`npu_moe_token_unpermute_grad`; permuted_tokens is needed with probs only. Not differentiable."""
+    return resolve("npu_moe_token_unpermute_grad_v2", grad_unpermuted_tokens)(
+        grad_unpermuted_tokens,
+        sorted_indices,
+        permuted_tokens_size_0,
+        permuted_tokens_dtype,
+        probs,
+        padded_mode,
+        restore_shape,
+        permuted_tokens,
+    )
+
+
+def expert_counts(indices: Tensor, num_experts: int) -> Tensor:
+    """How many elements of ``indices`` name each expert: ``bincount``, [num_experts] int64.
+
+    Args:
+        indices: any shape, int32 or int64, in [0, num_experts]; ``num_experts`` stands for no expert and is not counted.
+
+    Raises:
+        RuntimeError: an index is out of range.
+    """
+    return torch.ops.jumar.expert_counts(indices, num_experts)
+
+
+def _top_k(indices: Tensor) -> int:
+    return 1 if indices.dim() == 1 else indices.shape[-1]
+
+
+def _no_padding(op: str, padded_mode: bool) -> None:
+    if padded_mode:
+        raise RuntimeError(f"{op}: padded_mode=True is not supported")
+
+
+def _permute_fake(
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+) -> tuple[Tensor, Tensor]:
+    op = "npu_moe_token_permute"
+    _no_padding(op, padded_mode)
+    if tokens.dim() != 2:
+        raise RuntimeError(
+            f"{op}: The dims of input tokens should be 2 dimensional, got {list(tokens.shape)}"
+        )
+    if indices.dim() not in (1, 2):
+        raise RuntimeError(
+            f"{op}: The dims of input indices should be 2 or 1 dimensional, got {list(indices.shape)}"
+        )
+    slots = indices.numel()
+    if num_out_tokens is None or num_out_tokens == 0:
+        rows = slots
+    elif num_out_tokens > 0:
+        rows = torch.sym_min(num_out_tokens, slots)
+    else:
+        rows = slots + num_out_tokens
+    return tokens.new_empty((rows, tokens.shape[1])), tokens.new_empty((slots,), dtype=torch.int32)
+
+
+def _permute_grad_fake(tokens: Tensor, grad: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tokens.new_empty(tokens.shape)
+
+
+def _permute_grad_v2_fake(
+    grad: Tensor, sorted_indices: Tensor, tokens: int, dtype: torch.dtype, *_: Any, **__: Any
+) -> Tensor:
+    return grad.new_empty((tokens, grad.shape[1]), dtype=dtype)
+
+
+def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tokens, indices, *_ = inputs
+    ctx.tokens, ctx.dtype, ctx.top_k = tokens.shape[0], tokens.dtype, _top_k(indices)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _permute_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    (sorted_indices,) = ctx.saved_tensors
+    dtokens = npu_moe_token_permute_grad_v2(grad, sorted_indices, ctx.tokens, ctx.dtype, ctx.top_k)
+    return (dtokens, *(None,) * (len(ctx.needs_input_grad) - 1))
+
+
+def _unpermuted(op: str, permuted: Tensor, indices: Tensor, probs: Tensor | None) -> Tensor:
+    if permuted.dim() != 2:
+        raise RuntimeError(
+            f"{op}: The dims of input permuted_tokens should be 2 dimensional, got {list(permuted.shape)}"
+        )
+    if probs is not None and probs.dim() != 2:
+        raise RuntimeError(
+            f"{op}: The dims of input probs should be 2 dimensional, got {list(probs.shape)}"
+        )
+    tokens = indices.shape[0] if probs is None else probs.shape[0]
+    return permuted.new_empty((tokens, permuted.shape[1]))
+
+
+def _unpermute_fake(
+    permuted: Tensor,
+    indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    *_: Any,
+) -> Tensor:
+    _no_padding("npu_moe_token_unpermute", padded_mode)
+    return _unpermuted("npu_moe_token_unpermute", permuted, indices, probs)
+
+
+def _inner_unpermute_fake(
+    permuted: Tensor,
+    indices: Tensor,
+    probs: Tensor | None = None,
+    padded_mode: bool = False,
+    *_: Any,
+) -> tuple[Tensor, None]:
+    _no_padding("_npu_moe_token_unpermute", padded_mode)
+    return _unpermuted("_npu_moe_token_unpermute", permuted, indices, probs), None
+
+
+def _unpermute_grad_fake(
+    permuted: Tensor, grad: Tensor, indices: Tensor, probs: Tensor | None = None, *_: Any, **__: Any
+) -> tuple[Tensor, Tensor | None]:
+    dprobs = None if probs is None else probs.new_empty(probs.shape)
+    return permuted.new_empty(permuted.shape), dprobs
+
+
+def _unpermute_grad_v2_fake(
+    grad: Tensor,
+    indices: Tensor,
+    rows: int,
+    dtype: torch.dtype,
+    probs: Tensor | None = None,
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor, Tensor | None]:
+    dprobs = None if probs is None else probs.new_empty(probs.shape)
+    return grad.new_empty((rows, grad.shape[1]), dtype=dtype), dprobs
+
+
+def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keeps the permuted rows only for a gradient of probs."""
+    permuted, indices, probs, *_ = (*inputs, None)
+    ctx.rows, ctx.dtype = permuted.shape[0], permuted.dtype
+    ctx.save_for_backward(indices, probs, None if probs is None else permuted)
+
+
+def _unpermute_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    indices, probs, permuted = ctx.saved_tensors
+    dpermuted, dprobs = npu_moe_token_unpermute_grad_v2(
+        grad, indices, ctx.rows, ctx.dtype, probs, False, None, permuted
+    )
+    grads = (dpermuted, None, dprobs, None, None)
+    return grads[: len(ctx.needs_input_grad)]
+
+
+register_fake("npu_moe_token_permute", _permute_fake)
+register_fake("npu_moe_token_permute_grad", _permute_grad_fake)
+register_fake("npu_moe_token_permute_grad_v2", _permute_grad_v2_fake)
+register_fake("npu_moe_token_unpermute", _unpermute_fake)
+register_fake("_npu_moe_token_unpermute", _inner_unpermute_fake)
+register_fake("npu_moe_token_unpermute_grad", _unpermute_grad_fake)
+register_fake("npu_moe_token_unpermute_grad_v2", _unpermute_grad_v2_fake)
+register_fake(
+    "expert_counts",
+    lambda indices, num_experts: indices.new_empty((num_experts,), dtype=torch.int64),
+)
+register_autograd("npu_moe_token_permute", _permute_backward, _permute_setup)
+register_autograd("npu_moe_token_unpermute", _unpermute_backward, _unpermute_setup)
+register_autograd("_npu_moe_token_unpermute", _unpermute_backward, _unpermute_setup)
+for _name in (
+    "npu_moe_token_permute_grad",
+    "npu_moe_token_permute_grad_v2",
+    "npu_moe_token_unpermute_grad",
+    "npu_moe_token_unpermute_grad_v2",
+):
+    forbid_autograd(_name)
