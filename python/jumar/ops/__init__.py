@@ -5,6 +5,7 @@ Each function calls ``torch.ops.jumar.NAME``, or ``torch.ops.npu.NAME`` when its
 
 from __future__ import annotations
 
+from jumar.ops.balance import expert_bias_update, load_balance_loss, router_z_loss
 from jumar.ops.linear import npu_linear, npu_linear_backward
 from jumar.ops.loss import (
     linear_cross_entropy,
@@ -29,12 +30,21 @@ from jumar.ops.rms_norm import (
     rms_norm_gated,
 )
 from jumar.ops.rotary import npu_rotary_mul, npu_rotary_mul_backward
+from jumar.ops.router import (
+    npu_moe_gating_top_k,
+    npu_moe_gating_top_k_backward,
+    npu_moe_gating_top_k_softmax,
+    npu_moe_gating_top_k_softmax_v2,
+    router_top_k,
+)
 from jumar.ops.swiglu import npu_swiglu, npu_swiglu_backward, swiglu_gate_up
 from jumar.ops.ulp_error import ulp_error
 
 __all__ = [
+    "expert_bias_update",
     "expert_counts",
     "linear_cross_entropy",
+    "load_balance_loss",
     "npu_add_rms_norm",
     "npu_apply_adam_w",
     "npu_cross_entropy_loss",
@@ -42,6 +52,10 @@ __all__ = [
     "npu_gemma_rms_norm",
     "npu_linear",
     "npu_linear_backward",
+    "npu_moe_gating_top_k",
+    "npu_moe_gating_top_k_backward",
+    "npu_moe_gating_top_k_softmax",
+    "npu_moe_gating_top_k_softmax_v2",
     "npu_moe_token_permute",
     "npu_moe_token_permute_grad",
     "npu_moe_token_permute_grad_v2",
@@ -55,6 +69,8 @@ __all__ = [
     "npu_swiglu",
     "npu_swiglu_backward",
     "rms_norm_gated",
+    "router_top_k",
+    "router_z_loss",
     "swiglu_gate_up",
     "ulp_error",
 ]

@@ -45,7 +45,7 @@ def forbid_autograd(name: str) -> None:
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(f"{name}: not differentiable (double backward is not implemented)")
 
-    register_autograd(name, backward, lambda ctx, inputs, output: None)
+    register_autograd(name, backward, lambda ctx, inputs, output, keyword_only_inputs=None: None)
 
 
 def register_autocast(name: str) -> None:
@@ -69,6 +69,18 @@ def register_autocast(name: str) -> None:
     for qualified in _names(name):
         namespace = qualified.split("::")[0]
         register(namespace, getattr(getattr(torch.ops, namespace), name).default)
+
+
+def define_composite(signature: str, kernel: Callable[..., Any]) -> None:
+    """Defines an operator in Python that calls others, in every namespace.
+
+    For what the stable ABI cannot bind. ``torch.compile`` and autograd see the operators that are called.
+    """
+    for namespace in NAMESPACES:
+        library = torch.library.Library(namespace, "FRAGMENT")
+        library.define(signature)
+        library.impl(signature.split("(")[0], kernel, "CompositeImplicitAutograd")
+        _libraries.append(library)
 
 
 def resolve(name: str, tensor: torch.Tensor) -> Any:

@@ -13,12 +13,14 @@ std::vector<OpEntry> MoeOps();
 std::vector<OpEntry> OptimizerOps();
 std::vector<OpEntry> RmsNormOps();
 std::vector<OpEntry> RotaryOps();
+std::vector<OpEntry> RouterOps();
 std::vector<OpEntry> SwigluOps();
 std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      LinearOps(), LossOps(), MoeOps(), OptimizerOps(), RmsNormOps(), RotaryOps(), SwigluOps(), UlpErrorOps(),
+      LinearOps(), LossOps(),   MoeOps(),    OptimizerOps(), RmsNormOps(),
+      RotaryOps(), RouterOps(), SwigluOps(), UlpErrorOps(),
   };
 }
 

@@ -1,0 +1,118 @@
+"""What keeps experts evenly used: ``load_balance_loss``, ``router_z_loss``, ``expert_bias_update``. See docs/ops/balance.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jumar.ops._wiring import compute_dtype, forbid_autograd, register_autograd, register_fake
+
+
+def load_balance_loss(
+    gate_logits: Tensor | Sequence[Tensor],
+    num_experts: int,
+    top_k: int = 2,
+    attention_mask: Tensor | None = None,
+) -> Tensor:
+    """The auxiliary loss of transformers' MoE models: E * sum over experts of (share of tokens * mean probability).
+
+    Args:
+        gate_logits: router logits [rows, E] of one layer or of several, one dtype.
+        num_experts: E.
+        top_k: experts per token, 1 to E.
+        attention_mask: a number per row, the same for every layer; any dtype and shape. Rows of 0 take no part.
+
+    Returns:
+        A scalar in fp32 (fp64 for fp64), differentiable in gate_logits. Shares and means are over all layers together.
+    """
+    layers = [gate_logits] if isinstance(gate_logits, Tensor) else list(gate_logits)
+    return torch.ops.jumar.load_balance_loss(layers, num_experts, top_k, attention_mask)[0]
+
+
+def router_z_loss(logits: Tensor) -> Tensor:
+    """Mean over rows of logsumexp(logits)**2.
+
+    Args:
+        logits: [.., E], fp32, bf16, fp16 or fp64, any strides.
+
+    Returns:
+        A scalar in fp32 (fp64 for fp64), differentiable.
+    """
+    return torch.ops.jumar.router_z_loss(logits)
+
+
+def expert_bias_update(
+    bias: Tensor, tokens_per_expert: Tensor, rate: float, center: bool = True
+) -> Tensor:
+    """The next bias of balancing without an auxiliary loss: up by ``rate`` for experts below the mean load, down above it.
+
+    Args:
+        bias: [.., E]; every row is a layer of its own.
+        tokens_per_expert: numbers of bias's shape, any dtype.
+        rate: the step.
+        center: subtract the mean of the steps (torchtitan); without it, DeepSeek-V3's rule.
+
+    Returns:
+        The new bias; ``bias`` is not written.
+    """
+    return torch.ops.jumar.expert_bias_update(bias, tokens_per_expert, rate, center)
+
+
+def _loss_fake(
+    gate_logits: list[Tensor], num_experts: int, top_k: int, attention_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    if not gate_logits:
+        raise RuntimeError(
+            "load_balance_loss: gate_logits must hold the logits of at least one layer"
+        )
+    first, dtype = gate_logits[0], compute_dtype(gate_logits[0].dtype)
+    return first.new_empty((), dtype=dtype), first.new_empty((num_experts,), dtype=dtype)
+
+
+def _loss_backward_fake(grad: Tensor, gate_logits: list[Tensor], *_: Any) -> list[Tensor]:
+    return [layer.new_empty(layer.shape) for layer in gate_logits]
+
+
+def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    layers, _, _, mask = inputs
+    tokens = output[1]
+    ctx.layers, ctx.masked = len(layers), mask is not None
+    ctx.save_for_backward(*layers, tokens, *([mask] if ctx.masked else []))
+    ctx.mark_non_differentiable(tokens)
+    ctx.set_materialize_grads(False)
+
+
+def _loss_backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
+    rest = (None,) * (len(ctx.needs_input_grad) - 1)
+    if grad is None:
+        return ([None] * ctx.layers, *rest)
+    layers = list(ctx.saved_tensors[: ctx.layers])
+    tokens, *mask = ctx.saved_tensors[ctx.layers :]
+    grads = torch.ops.jumar.load_balance_loss_backward(
+        grad, layers, mask[0] if ctx.masked else None, tokens
+    )
+    return (grads, *rest)
+
+
+def _z_setup(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def _z_backward(ctx: Any, grad: Tensor) -> Tensor:
+    return torch.ops.jumar.router_z_loss_backward(grad, ctx.saved_tensors[0])
+
+
+register_fake("load_balance_loss", _loss_fake)
+register_fake("load_balance_loss_backward", _loss_backward_fake)
+register_autograd("load_balance_loss", _loss_backward, _loss_setup)
+register_fake(
+    "router_z_loss", lambda logits: logits.new_empty((), dtype=compute_dtype(logits.dtype))
+)
+register_fake("router_z_loss_backward", lambda grad, logits: logits.new_empty(logits.shape))
+register_autograd("router_z_loss", _z_backward, _z_setup)
+register_fake("expert_bias_update", lambda bias, *_: bias.new_empty(bias.shape))
+for _name in ("load_balance_loss_backward", "router_z_loss_backward", "expert_bias_update"):
+    forbid_autograd(_name)
