@@ -51,12 +51,13 @@ HWY_INLINE size_t Padded(D d, size_t n) {
   return (n + hn::Lanes(d) - 1) / hn::Lanes(d) * hn::Lanes(d);
 }
 
-// The row in the compute type, followed by `pad` up to Padded(): in place where it is so already.
+// The row in the compute type, followed by `pad` up to Padded(), or a vector of it: in place where it is so already.
 template <class D, typename C = hn::TFromD<D>>
 HWY_INLINE const C* Wide(D d, const RowMap& map, int64_t row, C pad, C* buffer) {
   const size_t n = static_cast<size_t>(map.cols);
   const void* x = RowOf(map, row);
-  if (SizeOf(map.dtype) == sizeof(C) && n % hn::Lanes(d) == 0) return static_cast<const C*>(x);
+  if (n == 0) hn::StoreU(hn::Set(d, pad), d, buffer);
+  if (SizeOf(map.dtype) == sizeof(C) && n > 0 && n % hn::Lanes(d) == 0) return static_cast<const C*>(x);
   WithStored<C>(map.dtype, [&](auto type) HWY_ATTR {
     const auto* from = static_cast<const decltype(type)*>(x);
     size_t i = 0;
