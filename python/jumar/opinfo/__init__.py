@@ -28,6 +28,12 @@ from jumar.spelling import unknown
 TOOLS = {"ulp_error": ("max |actual - expected| / (ulp(expected) + slack)", "docs/verification.md")}
 #: Operators that another one or jumar.optim calls.
 PARTS = {
+    "grouped_matmul": ("y[t] = x[t] · W[g] + b[g],  g the group of row t", "docs/ops/grouped_matmul.md"),
+    "grouped_matmul_list": ("grouped_matmul of a list of weights", "docs/ops/grouped_matmul.md"),
+    "grouped_matmul_add_": ("dW[g] += xᵀ · dy, over the rows of group g", "docs/ops/npu_grouped_matmul.md"),
+    "separate_matmul": ("y[i] = x[i] · W[i] + b[i]", "docs/ops/grouped_matmul.md"),
+    "npu_grouped_matmul_add": ("input[g] + xᵀ · weight, over the rows of group g", "docs/ops/npu_grouped_matmul.md"),
+    "npu_grouped_matmul_add_": ("npu_grouped_matmul_add in place", "docs/ops/npu_grouped_matmul.md"),
     "apply_adam_w_": ("the body of npu_apply_adam_w", "docs/ops/npu_apply_adam_w.md"),
     "grad_power_sums": ("Σ |x|^p over lists of tensors, for clip_grad_norm_", "docs/optim.md"),
     "scale_grads_": ("x = x · factor for lists of tensors, for clip_grad_norm_", "docs/optim.md"),

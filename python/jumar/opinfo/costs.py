@@ -157,6 +157,45 @@ def _linear_backward(dy: Arg, x: Arg, weight: Arg, *_: Any) -> Cost:
     return _dgrad(dy, weight) + _wgrad(dy, x)
 
 
+def _grouped(x: Arg, weight: Arg | list[Arg], groups: Arg, bias: Any = None, *_: Any) -> Cost:
+    """As if every row belonged to a group. ``weight``: [E, K, N], or a list of [K, N], as ``bias``."""
+    weights = weight if isinstance(weight, list) else [weight]
+    biases = bias if isinstance(bias, list) else [bias] if bias else []
+    k, n = weights[0].shape[-2:]
+    moved = sum(t.bytes for t in (x, groups, *weights, *biases)) + x.shape[0] * n * x.item
+    return Cost(moved, 2.0 * x.shape[0] * k * n, x.dtype)
+
+
+def _grouped_dgrad(dy: Arg, weight: Arg | list[Arg], groups: Arg, *_: Any) -> Cost:
+    weights = weight if isinstance(weight, list) else [weight]
+    k, n = weights[0].shape[-2:]
+    moved = sum(t.bytes for t in (dy, groups, *weights)) + dy.shape[0] * k * dy.item
+    return Cost(moved, 2.0 * dy.shape[0] * k * n, dy.dtype)
+
+
+def _grouped_wgrad(x: Arg, dy: Arg, groups: Arg, *_: Any) -> Cost:
+    k, n = x.shape[1], dy.shape[1]
+    moved = x.bytes + dy.bytes + groups.bytes + groups.shape[0] * k * n * x.item
+    return Cost(moved, 2.0 * x.shape[0] * k * n, x.dtype)
+
+
+def _grouped_add(sums: Arg, x: Arg, dy: Arg, groups: Arg, *_: Any) -> Cost:
+    moved = x.bytes + dy.bytes + groups.bytes + 2 * sums.dense
+    return Cost(moved, 2.0 * x.shape[0] * x.shape[1] * dy.shape[1], x.dtype)
+
+
+def _grouped_bias_grad(dy: Arg, groups: Arg, *_: Any) -> Cost:
+    return Cost(dy.bytes + groups.bytes + groups.shape[0] * dy.shape[1] * max(4, dy.item))
+
+
+def _separate(x: list[Arg], weight: list[Arg], bias: list[Arg], *_: Any) -> Cost:
+    _recorded(x)
+    moved = sum(t.bytes for t in (*x, *weight, *bias))
+    moved += sum(a.shape[0] * w.shape[1] * a.item for a, w in zip(x, weight, strict=True))
+    flops = sum(2.0 * a.numel * w.shape[1] for a, w in zip(x, weight, strict=True))
+    return Cost(moved, flops, x[0].dtype)
+
+
 def _bias_grad(dy: Arg, *_: Any) -> Cost:
     return Cost(dy.bytes + dy.shape[-1] * dy.item)
 
@@ -220,7 +259,12 @@ def _scale(grads: list[Arg], *_: Any) -> Cost:
 
 
 #: Operators in Python that call others of jumar: those have the cost.
-COMPOSITES = ("npu_apply_adam_w",)
+COMPOSITES = (
+    "npu_apply_adam_w",
+    "npu_grouped_matmul",
+    "npu_grouped_matmul_add",
+    "npu_grouped_matmul_add_",
+)
 
 #: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,
 #: lists of tensors lists of them; what a trace does not record (strings, floats that were left out) is None.
@@ -245,6 +289,15 @@ FUSED_COSTS: dict[str, Formula] = {
     "linear_wgrad": _wgrad,
     "linear_bias_grad": _bias_grad,
     "npu_linear_backward": _linear_backward,
+    "grouped_matmul": _grouped,
+    "grouped_matmul_dgrad": _grouped_dgrad,
+    "grouped_matmul_wgrad": _grouped_wgrad,
+    "grouped_matmul_bias_grad": _grouped_bias_grad,
+    "grouped_matmul_list": _grouped,
+    "grouped_matmul_list_dgrad": _grouped_dgrad,
+    "grouped_matmul_list_wgrad": _grouped_wgrad,
+    "grouped_matmul_add_": _grouped_add,
+    "separate_matmul": _separate,
     "linear_cross_entropy": _head_loss,
     "linear_cross_entropy_backward": _head_loss_backward,
     "npu_cross_entropy_loss": _class_loss,

@@ -6,6 +6,7 @@ Each function calls ``torch.ops.jumar.NAME``, or ``torch.ops.npu.NAME`` when its
 from __future__ import annotations
 
 from jumar.ops.balance import expert_bias_update, load_balance_loss, router_z_loss
+from jumar.ops.grouped_matmul import grouped_matmul
 from jumar.ops.linear import npu_linear, npu_linear_backward
 from jumar.ops.loss import (
     linear_cross_entropy,
@@ -21,6 +22,7 @@ from jumar.ops.moe_permute import (
     npu_moe_token_unpermute_grad,
     npu_moe_token_unpermute_grad_v2,
 )
+from jumar.ops.npu_grouped_matmul import npu_grouped_matmul, npu_grouped_matmul_add
 from jumar.ops.optimizer import npu_apply_adam_w
 from jumar.ops.rms_norm import (
     npu_add_rms_norm,
@@ -43,6 +45,7 @@ from jumar.ops.ulp_error import ulp_error
 __all__ = [
     "expert_bias_update",
     "expert_counts",
+    "grouped_matmul",
     "linear_cross_entropy",
     "load_balance_loss",
     "npu_add_rms_norm",
@@ -50,6 +53,8 @@ __all__ = [
     "npu_cross_entropy_loss",
     "npu_cross_entropy_loss_backward",
     "npu_gemma_rms_norm",
+    "npu_grouped_matmul",
+    "npu_grouped_matmul_add",
     "npu_linear",
     "npu_linear_backward",
     "npu_moe_gating_top_k",

@@ -53,6 +53,8 @@ def register_autocast(name: str) -> None:
     excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def cast(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [cast(v) for v in value]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value
         return value if value.dtype == torch.float64 else value.to(torch.get_autocast_dtype("cpu"))
@@ -69,6 +71,28 @@ def register_autocast(name: str) -> None:
     for qualified in _names(name):
         namespace = qualified.split("::")[0]
         register(namespace, getattr(getattr(torch.ops, namespace), name).default)
+
+
+def register_in_place(name: str, written: tuple[int, ...]) -> None:
+    """The autograd and the fake kernel of an operator that writes the arguments at these places, and returns nothing.
+
+    Each is a tensor or a list. Their version counters go up, and they may not require a gradient.
+    """
+    op = getattr(torch.ops.jumar, name).default
+
+    def kernel(keyset: Any, *args: Any) -> None:
+        tensors = [t for at in written for t in (args[at] if isinstance(args[at], list) else [args[at]])]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            raise RuntimeError(
+                f"{name}: writes a tensor that requires grad, and is not differentiable; call it under torch.no_grad()"
+            )
+        torch.autograd.graph.increment_version(tensors)
+        with torch._C._AutoDispatchBelowAutograd():
+            op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+    _libraries.append(torch.library.Library("jumar", "IMPL"))
+    _libraries[-1].impl(name, kernel, "Autograd", with_keyset=True)
+    register_fake(name, lambda *args: None)
 
 
 def define_composite(signature: str, kernel: Callable[..., Any]) -> None:

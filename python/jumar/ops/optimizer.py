@@ -12,7 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import NAMESPACES, forbid_autograd, register_fake, resolve
+from jumar.ops._wiring import (
+    define_composite,
+    forbid_autograd,
+    register_fake,
+    register_in_place,
+    resolve,
+)
 
 _Scalar = float | int | bool
 
@@ -21,8 +27,6 @@ _SCALARS = (
     "Scalar beta1_power, Scalar beta2_power, Scalar lr, Scalar weight_decay, Scalar beta1, Scalar beta2, "
     "Scalar epsilon, Tensor grad, Tensor? max_grad_norm, bool? amsgrad, bool? maximize"
 )
-# Registrations last as long as the library objects.
-_libraries = {ns: torch.library.Library(ns, "FRAGMENT") for ns in NAMESPACES}
 
 
 def npu_apply_adam_w(
@@ -76,35 +80,13 @@ def _out(*arguments: Any, out: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor
     return var, m, v
 
 
-# The stable ABI cannot bind Scalar arguments. Composite: what torch.compile sees is the operator that is called.
-for _library in _libraries.values():
-    _library.define(f"{_NAME}({_SCALARS}) -> (Tensor, Tensor, Tensor)")
-    _library.define(f"{_NAME}.out({_SCALARS}, *, Tensor[] out) -> (Tensor, Tensor, Tensor)")
-    _library.impl(_NAME, _functional, "CompositeImplicitAutograd")
-    _library.impl(f"{_NAME}.out", _out, "CompositeImplicitAutograd")
+# The stable ABI cannot bind Scalar arguments.
+define_composite(f"{_NAME}({_SCALARS}) -> (Tensor, Tensor, Tensor)", _functional)
+define_composite(f"{_NAME}.out({_SCALARS}, *, Tensor[] out) -> (Tensor, Tensor, Tensor)", _out)
 
-
-def _register_in_place(name: str, written: tuple[int, ...]) -> None:
-    """The autograd kernel of an operator that writes the arguments at these places, each a tensor or a list."""
-    op = getattr(torch.ops.jumar, name).default
-
-    def kernel(keyset: Any, *args: Any) -> None:
-        tensors = [t for at in written for t in (args[at] if isinstance(args[at], list) else [args[at]])]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise RuntimeError(
-                f"{name}: writes a tensor that requires grad, and is not differentiable; call it under torch.no_grad()"
-            )
-        torch.autograd.graph.increment_version(tensors)
-        with torch._C._AutoDispatchBelowAutograd():
-            op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
-
-    _libraries["jumar"].impl(name, kernel, "Autograd", with_keyset=True)
-    register_fake(name, lambda *args: None)
-
-
-_register_in_place("adamw_", (0, 2, 3, 4, 6))
-_register_in_place("apply_adam_w_", (0, 1, 2))
-_register_in_place("scale_grads_", (0,))
+register_in_place("adamw_", (0, 2, 3, 4, 6))
+register_in_place("apply_adam_w_", (0, 1, 2))
+register_in_place("scale_grads_", (0,))
 
 
 def _power_sums_fake(

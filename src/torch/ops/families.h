@@ -7,6 +7,7 @@
 
 namespace jumar::binding {
 
+std::vector<OpEntry> GroupedMatmulOps();
 std::vector<OpEntry> LinearOps();
 std::vector<OpEntry> LossOps();
 std::vector<OpEntry> MoeOps();
@@ -19,8 +20,8 @@ std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      LinearOps(), LossOps(),   MoeOps(),    OptimizerOps(), RmsNormOps(),
-      RotaryOps(), RouterOps(), SwigluOps(), UlpErrorOps(),
+      GroupedMatmulOps(), LinearOps(), LossOps(),   MoeOps(),    OptimizerOps(),
+      RmsNormOps(),       RotaryOps(), RouterOps(), SwigluOps(), UlpErrorOps(),
   };
 }
 
