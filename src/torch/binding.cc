@@ -27,8 +27,12 @@ DType FromScalarType(const char* op, ScalarType type) {
 }
 
 TensorView View(const char* op, const Tensor& tensor) {
+  return ViewAs(op, tensor, FromScalarType(op, tensor.scalar_type()));
+}
+
+TensorView ViewAs(const char* op, const Tensor& tensor, DType dtype) {
   TensorView view;
-  view.dtype = FromScalarType(op, tensor.scalar_type());
+  view.dtype = dtype;
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   JUMAR_CHECK(op, sizes.size() <= static_cast<size_t>(kMaxRank), "at most ", kMaxRank, " dimensions, got ",

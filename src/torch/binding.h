@@ -20,6 +20,8 @@ using torch::stable::Tensor;
 
 // A view of the tensor's memory. Throws Error "op: ..." for a dtype or a rank that no kernel takes.
 TensorView View(const char* op, const Tensor& tensor);
+// The same memory as elements of `dtype`, which has the size of the tensor's own.
+TensorView ViewAs(const char* op, const Tensor& tensor, DType dtype);
 
 // The view of a tensor that may be left out.
 class OptionalView {

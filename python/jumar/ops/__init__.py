@@ -22,6 +22,18 @@ from jumar.ops.moe_permute import (
     npu_moe_token_unpermute_grad,
     npu_moe_token_unpermute_grad_v2,
 )
+from jumar.ops.moe_routing import (
+    npu_moe_finalize_routing,
+    npu_moe_init_routing,
+    npu_moe_init_routing_v2,
+    npu_moe_re_routing,
+)
+from jumar.ops.moe_routing_map import (
+    npu_moe_token_permute_with_routing_map,
+    npu_moe_token_permute_with_routing_map_grad,
+    npu_moe_token_unpermute_with_routing_map,
+    npu_moe_token_unpermute_with_routing_map_grad,
+)
 from jumar.ops.npu_grouped_matmul import npu_grouped_matmul, npu_grouped_matmul_add
 from jumar.ops.optimizer import npu_apply_adam_w
 from jumar.ops.rms_norm import (
@@ -57,16 +69,24 @@ __all__ = [
     "npu_grouped_matmul_add",
     "npu_linear",
     "npu_linear_backward",
+    "npu_moe_finalize_routing",
     "npu_moe_gating_top_k",
     "npu_moe_gating_top_k_backward",
     "npu_moe_gating_top_k_softmax",
     "npu_moe_gating_top_k_softmax_v2",
+    "npu_moe_init_routing",
+    "npu_moe_init_routing_v2",
+    "npu_moe_re_routing",
     "npu_moe_token_permute",
     "npu_moe_token_permute_grad",
     "npu_moe_token_permute_grad_v2",
+    "npu_moe_token_permute_with_routing_map",
+    "npu_moe_token_permute_with_routing_map_grad",
     "npu_moe_token_unpermute",
     "npu_moe_token_unpermute_grad",
     "npu_moe_token_unpermute_grad_v2",
+    "npu_moe_token_unpermute_with_routing_map",
+    "npu_moe_token_unpermute_with_routing_map_grad",
     "npu_rms_norm",
     "npu_rms_norm_backward",
     "npu_rotary_mul",

@@ -33,8 +33,12 @@ void CheckSlots(const char* op, int64_t slots) {
 }
 
 std::vector<int32_t> ReadRows(const char* op, const char* name, const TensorView& view, int64_t rows) {
-  CheckSlots(op, std::max(view.numel(), rows));
-  const std::vector<int64_t> values = ReadIndices(op, name, view, 0, std::max(view.numel(), rows));
+  return ReadRowsBelow(op, name, view, std::max(view.numel(), rows));
+}
+
+std::vector<int32_t> ReadRowsBelow(const char* op, const char* name, const TensorView& view, int64_t end) {
+  CheckSlots(op, std::max(view.numel(), end));
+  const std::vector<int64_t> values = ReadIndices(op, name, view, 0, end);
   return std::vector<int32_t>(values.begin(), values.end());
 }
 

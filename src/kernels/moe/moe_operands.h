@@ -19,6 +19,8 @@ void CheckSlots(const char* op, int64_t slots);
 
 // Row numbers of slots; values in [0, max(elements, rows)).
 std::vector<int32_t> ReadRows(const char* op, const char* name, const TensorView& view, int64_t rows);
+// Values in [0, end).
+std::vector<int32_t> ReadRowsBelow(const char* op, const char* name, const TensorView& view, int64_t end);
 
 // The elements of a floating view, row-major, in the compute type of `rows_dtype`.
 void* InComputeType(const TensorView& view, DType rows_dtype, ScratchFrame& frame);

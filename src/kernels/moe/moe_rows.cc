@@ -64,7 +64,6 @@ void ZeroUncovered(const Coverage& c, const RowMap& out) {
   });
 }
 
-// The rows of out of SpreadRows as sums over their slots.
 template <typename C>
 void SpreadSums(const RowMap& in, const SlotTable& slots, int64_t tokens, const RowMap& out) {
   const int64_t n = slots.First(tokens);
@@ -89,11 +88,15 @@ void SpreadSums(const RowMap& in, const SlotTable& slots, int64_t tokens, const 
 
 }  // namespace
 
-void CombineRows(const RowMap& in, const SlotTable& slots, const RowMap& out) {
+void CombineRows(const RowMap& in, const SlotTable& slots, const RowMap& out) { CombineParts({{in, slots}}, out); }
+
+void CombineParts(const std::vector<CombinePart>& parts, const RowMap& out) {
   if (out.rows == 0 || out.cols == 0) return;
+  int64_t slots = 0;
+  for (const CombinePart& part : parts) slots += part.slots.First(out.rows);
   const bool stream = Streams(out);
-  ParallelFor(out.rows, Grain(RowBytes(out), out.rows, slots.First(out.rows)),
-              [&](int64_t begin, int64_t end) { CombineRange(in, slots, out, stream, begin, end); });
+  ParallelFor(out.rows, Grain(RowBytes(out), out.rows, slots),
+              [&](int64_t begin, int64_t end) { CombineRange(parts, out, stream, begin, end); });
 }
 
 void SpreadRows(const RowMap& in, const SlotTable& slots, int64_t tokens, const RowMap* out, const RowMap* other,
@@ -113,6 +116,10 @@ void SpreadRows(const RowMap& in, const SlotTable& slots, int64_t tokens, const 
   const bool stream = out != nullptr && Streams(*out);
   ParallelFor(tokens, Grain(RowBytes(in), tokens, n),
               [&](int64_t begin, int64_t end) { SpreadRange(in, slots, out, other, dots, stream, begin, end); });
+}
+
+void SumByRow(const RowMap& in, const SlotTable& slots, int64_t tokens, const RowMap& out) {
+  in.dtype == DType::kF64 ? SpreadSums<double>(in, slots, tokens, out) : SpreadSums<float>(in, slots, tokens, out);
 }
 
 SlotsByRow GroupByRow(const int32_t* rows, int64_t n, int64_t limit) {

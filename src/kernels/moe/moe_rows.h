@@ -27,6 +27,13 @@ struct SlotTable {
 // Multithreaded.
 void CombineRows(const RowMap& in, const SlotTable& slots, const RowMap& out);
 
+// The same over several inputs, whose terms follow each other.
+struct CombinePart {
+  RowMap in;
+  SlotTable slots;
+};
+void CombineParts(const std::vector<CombinePart>& parts, const RowMap& out);
+
 // For the slots i of t:  out[rows[i]] = weights[i] * in[t],   dots[i] = <in[t], other[rows[i]]>.
 //
 // out or (other, dots) may be left out; dots is in the compute type, 0 for dropped slots. Without weights rows are
@@ -34,6 +41,10 @@ void CombineRows(const RowMap& in, const SlotTable& slots, const RowMap& out);
 // ascending, rounded once. Multithreaded; each dot product is summed in vector lanes, in the compute type.
 void SpreadRows(const RowMap& in, const SlotTable& slots, int64_t tokens, const RowMap* out, const RowMap* other,
                 void* dots);
+
+// out[rows[i]] = sum over the slots i that have that row, ascending, of weights[i] * in[t]; 0 for rows that no slot
+// has. Rounded once. Multithreaded over the rows of out.
+void SumByRow(const RowMap& in, const SlotTable& slots, int64_t tokens, const RowMap& out);
 
 // The slots by row: slots[i] for i in [begin[r], begin[r + 1]), ascending, are those of row r in [0, limit).
 struct SlotsByRow {

@@ -45,24 +45,28 @@ HWY_INLINE void CopyRow(const T* HWY_RESTRICT from, T* HWY_RESTRICT to, size_t n
 }
 
 template <typename T, bool kStream>
-void CombineT(const RowMap& in, const SlotTable& slots, const RowMap& out, int64_t first, int64_t last) {
+void CombineT(const std::vector<CombinePart>& parts, const RowMap& out, int64_t first, int64_t last) {
   using C = ComputeOf<T>;
   const hn::ScalableTag<C> d;
   using V = hn::Vec<decltype(d)>;
   const auto n = static_cast<size_t>(out.cols);
-  const C* weights = static_cast<const C*>(slots.weights);
   std::vector<const T*> sources;
   std::vector<C> factors;
   for (int64_t t = first; t < last; ++t) {
     sources.clear();
     factors.clear();
-    for (int64_t i = slots.First(t); i < slots.End(t); ++i) {
-      if (!slots.Kept(i)) continue;
-      sources.push_back(in.Row<const T>(slots.rows[i]));
-      factors.push_back(weights == nullptr ? C(1) : weights[i]);
-    }
-    if (t + 1 < last) {
-      for (int64_t i = slots.First(t + 1); i < slots.End(t + 1); ++i) {
+    bool weighted = false;
+    for (const CombinePart& part : parts) {
+      const RowMap& in = part.in;
+      const SlotTable& slots = part.slots;
+      const C* weights = static_cast<const C*>(slots.weights);
+      for (int64_t i = slots.First(t); i < slots.End(t); ++i) {
+        if (!slots.Kept(i)) continue;
+        sources.push_back(in.Row<const T>(slots.rows[i]));
+        factors.push_back(weights == nullptr ? C(1) : weights[i]);
+        weighted = weighted || weights != nullptr;
+      }
+      for (int64_t i = slots.End(t); t + 1 < last && i < slots.End(t + 1); ++i) {
         if (slots.Kept(i)) PrefetchRow<T>(in, slots.rows[i]);
       }
     }
@@ -70,7 +74,7 @@ void CombineT(const RowMap& in, const SlotTable& slots, const RowMap& out, int64
     const size_t count = sources.size();
     if (count == 0) {
       std::memset(to, 0, n * sizeof(T));
-    } else if (count == 1 && weights == nullptr) {
+    } else if (count == 1 && !weighted) {
       CopyRow<kStream>(sources[0], to, n);
     } else {
       ForEachTwo<kStream>(d, n, [&](const auto& load, const auto& store) HWY_ATTR {
@@ -155,10 +159,10 @@ HWY_INLINE void WithType(DType dtype, const F& f) {
   }
 }
 
-void Combine(const RowMap& in, const SlotTable& slots, const RowMap& out, bool stream, int64_t first, int64_t last) {
-  WithType(in.dtype, [&](auto value) {
+void Combine(const std::vector<CombinePart>& parts, const RowMap& out, bool stream, int64_t first, int64_t last) {
+  WithType(out.dtype, [&](auto value) {
     using T = decltype(value);
-    stream ? CombineT<T, true>(in, slots, out, first, last) : CombineT<T, false>(in, slots, out, first, last);
+    stream ? CombineT<T, true>(parts, out, first, last) : CombineT<T, false>(parts, out, first, last);
   });
 }
 
@@ -193,9 +197,8 @@ namespace jumar {
 HWY_EXPORT(Combine);
 HWY_EXPORT(Spread);
 
-void CombineRange(const RowMap& in, const SlotTable& slots, const RowMap& out, bool stream, int64_t first,
-                  int64_t last) {
-  JUMAR_DISPATCH(Combine)(in, slots, out, stream, first, last);
+void CombineRange(const std::vector<CombinePart>& parts, const RowMap& out, bool stream, int64_t first, int64_t last) {
+  JUMAR_DISPATCH(Combine)(parts, out, stream, first, last);
 }
 
 void SpreadRange(const RowMap& in, const SlotTable& slots, const RowMap* out, const RowMap* other, void* dots,

@@ -11,6 +11,8 @@ std::vector<OpEntry> GroupedMatmulOps();
 std::vector<OpEntry> LinearOps();
 std::vector<OpEntry> LossOps();
 std::vector<OpEntry> MoeOps();
+std::vector<OpEntry> MoeRoutingMapOps();
+std::vector<OpEntry> MoeRoutingOps();
 std::vector<OpEntry> OptimizerOps();
 std::vector<OpEntry> RmsNormOps();
 std::vector<OpEntry> RotaryOps();
@@ -20,8 +22,8 @@ std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      GroupedMatmulOps(), LinearOps(), LossOps(),   MoeOps(),    OptimizerOps(),
-      RmsNormOps(),       RotaryOps(), RouterOps(), SwigluOps(), UlpErrorOps(),
+      GroupedMatmulOps(), LinearOps(),  LossOps(),   MoeOps(),    MoeRoutingMapOps(), MoeRoutingOps(),
+      OptimizerOps(),     RmsNormOps(), RotaryOps(), RouterOps(), SwigluOps(),        UlpErrorOps(),
   };
 }
 
