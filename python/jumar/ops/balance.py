@@ -29,6 +29,10 @@ def load_balance_loss(
         A scalar in fp32 (fp64 for fp64), differentiable in gate_logits. Shares and means are over all layers together.
     """
     layers = [gate_logits] if isinstance(gate_logits, Tensor) else list(gate_logits)
+    if not layers:  # no tensor, no kernel that could say so
+        raise RuntimeError(
+            "load_balance_loss: gate_logits must hold the logits of at least one layer"
+        )
     return torch.ops.jumar.load_balance_loss(layers, num_experts, top_k, attention_mask)[0]
 
 
@@ -64,10 +68,6 @@ def expert_bias_update(
 def _loss_fake(
     gate_logits: list[Tensor], num_experts: int, top_k: int, attention_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    if not gate_logits:
-        raise RuntimeError(
-            "load_balance_loss: gate_logits must hold the logits of at least one layer"
-        )
     first, dtype = gate_logits[0], compute_dtype(gate_logits[0].dtype)
     return first.new_empty((), dtype=dtype), first.new_empty((num_experts,), dtype=dtype)
 
