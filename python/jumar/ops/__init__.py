@@ -5,6 +5,7 @@ Each function calls ``torch.ops.jumar.NAME``, or ``torch.ops.npu.NAME`` when its
 
 from __future__ import annotations
 
+from jumar.ops.attention import npu_fusion_attention, npu_fusion_attention_grad
 from jumar.ops.balance import expert_bias_update, load_balance_loss, router_z_loss
 from jumar.ops.grouped_matmul import grouped_matmul
 from jumar.ops.linear import npu_linear, npu_linear_backward
@@ -64,6 +65,8 @@ __all__ = [
     "npu_apply_adam_w",
     "npu_cross_entropy_loss",
     "npu_cross_entropy_loss_backward",
+    "npu_fusion_attention",
+    "npu_fusion_attention_grad",
     "npu_gemma_rms_norm",
     "npu_grouped_matmul",
     "npu_grouped_matmul_add",

@@ -45,11 +45,46 @@ def forbid_autograd(name: str) -> None:
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(f"{name}: not differentiable (double backward is not implemented)")
 
-    register_autograd(name, backward, lambda ctx, inputs, output, keyword_only_inputs=None: None)
+    for qualified in _names(name):
+        namespace = qualified.split("::")[0]
+        op = getattr(getattr(torch.ops, namespace), name).default
+        # register_autograd refuses tensors that are passed by name only.
+        if any(a.kwarg_only and "Tensor" in str(a.type) for a in op._schema.arguments):
+            _forbid_by_kernel(namespace, op, backward)
+        else:
+            torch.library.register_autograd(
+                qualified,
+                backward,
+                setup_context=lambda ctx, inputs, output, keyword_only_inputs=None: None,
+            )
 
 
-def register_autocast(name: str) -> None:
-    """Under autocast the operator's floating tensors other than fp64 are cast, as those of ``F.linear`` are."""
+def _forbid_by_kernel(namespace: str, op: Any, backward: Callable[..., Any]) -> None:
+    class Forbidden(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, call: Callable[[], Any], *tensors: torch.Tensor) -> Any:
+            return call()
+
+    Forbidden.backward = staticmethod(backward)
+
+    def autograd(*args: Any, **kwargs: Any) -> Any:
+        def call() -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return op(*args, **kwargs)
+
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        wanted = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        return Forbidden.apply(call, *tensors) if wanted else call()
+
+    _libraries.append(torch.library.Library(namespace, "IMPL"))
+    _libraries[-1].impl(op._schema.name.split("::")[1], autograd, "Autograd")
+
+
+def register_autocast(name: str, count: int | None = None) -> None:
+    """Under autocast the operator's floating tensors other than fp64 are cast, as those of ``F.linear`` are.
+
+    `count`: only the first so many arguments.
+    """
     excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def cast(value: Any) -> Any:
@@ -61,7 +96,7 @@ def register_autocast(name: str) -> None:
 
     def register(namespace: str, op: Any) -> None:
         def autocast(*args: Any) -> Any:
-            args = [cast(arg) for arg in args]
+            args = [cast(arg) for arg in args[:count]] + list(args[len(args[:count]) :])
             with torch._C._ExcludeDispatchKeyGuard(excluded):
                 return op(*args)
 
@@ -81,7 +116,9 @@ def register_in_place(name: str, written: tuple[int, ...]) -> None:
     op = getattr(torch.ops.jumar, name).default
 
     def kernel(keyset: Any, *args: Any) -> None:
-        tensors = [t for at in written for t in (args[at] if isinstance(args[at], list) else [args[at]])]
+        tensors = [
+            t for at in written for t in (args[at] if isinstance(args[at], list) else [args[at]])
+        ]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(
                 f"{name}: writes a tensor that requires grad, and is not differentiable; call it under torch.no_grad()"

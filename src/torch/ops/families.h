@@ -7,6 +7,7 @@
 
 namespace jumar::binding {
 
+std::vector<OpEntry> AttentionOps();
 std::vector<OpEntry> GroupedMatmulOps();
 std::vector<OpEntry> LinearOps();
 std::vector<OpEntry> LossOps();
@@ -22,8 +23,8 @@ std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      GroupedMatmulOps(), LinearOps(),  LossOps(),   MoeOps(),    MoeRoutingMapOps(), MoeRoutingOps(),
-      OptimizerOps(),     RmsNormOps(), RotaryOps(), RouterOps(), SwigluOps(),        UlpErrorOps(),
+      AttentionOps(), GroupedMatmulOps(), LinearOps(), LossOps(),   MoeOps(),    MoeRoutingMapOps(), MoeRoutingOps(),
+      OptimizerOps(), RmsNormOps(),       RotaryOps(), RouterOps(), SwigluOps(), UlpErrorOps(),
   };
 }
 

@@ -1,0 +1,92 @@
+// Multiply-adds per second of the visible part, beside the peak of the machine: forward has 2 products of D per score,
+// backward 5. Arguments: dtype, S, D, heads of k (of 16 of q), causal.
+#include <benchmark/benchmark.h>
+
+#include <vector>
+
+#include "kernels/attention/attention.h"
+
+namespace jumar {
+namespace {
+
+constexpr int64_t kHeads = 16;
+
+struct Setup {
+  explicit Setup(benchmark::State& state)
+      : dtype(static_cast<DType>(state.range(0))), s(state.range(1)), d(state.range(2)), causal(state.range(4) != 0) {
+    in.q = Make(kHeads, d);
+    in.k = Make(state.range(3), d);
+    in.v = Make(state.range(3), d);
+    in.scale = 0.1;
+    AttentionSequence sequence;
+    sequence.q_len = sequence.k_len = s;
+    if (causal) sequence.high = 0;
+    in.sequences = {sequence};
+    for (TensorView* x : {&out, &dy, &dq}) *x = Make(kHeads, d);
+    for (TensorView* x : {&dk, &dv}) *x = Make(state.range(3), d);
+    for (TensorView* x : {&max, &sum}) {
+      memory.emplace_back(static_cast<size_t>(kHeads * s * 8 * 4));
+      *x = Contiguous(memory.back().data(), DType::kF32, {1, kHeads, s, 8});
+    }
+    Attention("bench", in, out, max, sum);
+  }
+  // [1, heads, S, D] as a view of [1, S, heads, D].
+  TensorView Make(int64_t heads, int64_t cols) {
+    memory.emplace_back(static_cast<size_t>(s * heads * cols) * SizeOf(dtype));
+    const float values[] = {0.5f, -1.25f, 1.75f, -0.375f, 0.0625f, -1.0f, 1.5f};
+    uint32_t random = static_cast<uint32_t>(memory.size());
+    for (int64_t i = 0; i < s * heads * cols; ++i) {
+      random = random * 1664525u + 1013904223u;
+      const float v = values[(random >> 16) % 7];
+      char* to = memory.back().data() + i * static_cast<int64_t>(SizeOf(dtype));
+      const char* from = reinterpret_cast<const char*>(&v);
+      std::copy_n(dtype == DType::kF32 ? from : from + 2, SizeOf(dtype), to);  // the upper half of a float is a bf16
+    }
+    TensorView x = Contiguous(memory.back().data(), dtype, {1, heads, s, cols});
+    x.stride[1] = cols;
+    x.stride[2] = heads * cols;
+    return x;
+  }
+  void Report(benchmark::State& state, int products) const {
+    const int64_t scores = causal ? s * (s + 1) / 2 : s * s;
+    state.counters["flops"] = benchmark::Counter(static_cast<double>(2 * products * kHeads * d * scores),
+                                                 benchmark::Counter::kIsIterationInvariantRate);
+  }
+  DType dtype;
+  int64_t s, d;
+  bool causal;
+  AttentionInputs in;
+  TensorView out, dy, max, sum, dq, dk, dv;
+  std::vector<std::vector<char>> memory;
+};
+
+void Forward(benchmark::State& state) {
+  Setup x(state);
+  for (auto _ : state) Attention("bench", x.in, x.out, x.max, x.sum);
+  x.Report(state, 2);
+}
+
+void Backward(benchmark::State& state) {
+  Setup x(state);
+  for (auto _ : state) {
+    AttentionBackward("bench", x.in, x.dy, x.out, x.max, x.sum, x.dq, x.dk, x.dv, nullptr, nullptr);
+  }
+  x.Report(state, 5);
+}
+
+void Shapes(benchmark::internal::Benchmark* b) {
+  b->ArgNames({"dtype", "S", "D", "kv", "causal"})->UseRealTime()->Unit(benchmark::kMillisecond);
+  for (const int64_t dtype : {0, 1}) {
+    for (const int64_t s : {512, 2048}) {
+      for (const int64_t d : {64, 128}) b->Args({dtype, s, d, 16, 1});
+    }
+    b->Args({dtype, 2048, 128, 4, 1});
+    b->Args({dtype, 2048, 128, 16, 0});
+  }
+}
+
+BENCHMARK(Forward)->Apply(Shapes);
+BENCHMARK(Backward)->Apply(Shapes);
+
+}  // namespace
+}  // namespace jumar

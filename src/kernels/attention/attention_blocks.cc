@@ -1,0 +1,308 @@
+#include "kernels/attention/attention_blocks.h"
+
+#include <cmath>
+
+#include "base/check.h"
+
+namespace jumar {
+namespace {
+
+void CheckShape(const char* op, const char* name, const TensorView& x, std::initializer_list<int64_t> sizes) {
+  bool same = x.rank == static_cast<int>(sizes.size());
+  int i = 0;
+  std::string expected;
+  for (const int64_t size : sizes) {
+    same = same && x.size[i++] == size;
+    expected += (expected.empty() ? "[" : ", ") + std::to_string(size);
+  }
+  JUMAR_CHECK(op, same, name, " has shape ", ShapeString(x), ", expected ", expected, "]");
+}
+
+}  // namespace
+
+AttentionShape CheckAttention(const char* op, const AttentionInputs& in, const TensorView& out, const TensorView& max,
+                              const TensorView& sum) {
+  const TensorView& q = in.q;
+  AttentionShape s;
+  JUMAR_CHECK(op, q.rank == 4 && in.k.rank == 4 && in.v.rank == 4, "query, key and value must have 4 dimensions, got ",
+              ShapeString(q), ", ", ShapeString(in.k), " and ", ShapeString(in.v));
+  JUMAR_CHECK(op, IsFloating(q.dtype), "query must be floating point, got ", Name(q.dtype));
+  for (const TensorView* x : {&in.k, &in.v, &out}) {
+    JUMAR_CHECK(op, x->dtype == q.dtype, "query, key, value and out must have one dtype, got ", Name(q.dtype), " and ",
+                Name(x->dtype));
+  }
+  s.dtype = q.dtype;
+  s.compute = q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  s.heads = q.size[1];
+  s.kv_heads = in.k.size[1];
+  s.d = q.size[3];
+  s.dv = in.v.size[3];
+  JUMAR_CHECK(op, s.kv_heads > 0 ? s.heads % s.kv_heads == 0 : s.heads == 0,
+              "the number of query heads must be a multiple of that of key heads, got ", s.heads, " and ", s.kv_heads);
+  s.group = s.kv_heads > 0 ? s.heads / s.kv_heads : 1;
+  JUMAR_CHECK(op, in.k.size[0] == q.size[0] && in.k.size[3] == s.d, "key has shape ", ShapeString(in.k),
+              ", which does not go with query ", ShapeString(q));
+  JUMAR_CHECK(op, in.v.size[0] == q.size[0] && in.v.size[1] == s.kv_heads && in.v.size[2] == in.k.size[2],
+              "value has shape ", ShapeString(in.v), ", which does not go with key ", ShapeString(in.k));
+  CheckShape(op, "out", out, {q.size[0], s.heads, q.size[2], s.dv});
+  for (const TensorView* x : {&max, &sum}) {
+    CheckShape(op, x == &max ? "softmax_max" : "softmax_sum", *x, {q.size[0], s.heads, q.size[2], 8});
+    JUMAR_CHECK(op, x->dtype == s.compute, "softmax_max and softmax_sum must be ", Name(s.compute), ", got ",
+                Name(x->dtype));
+  }
+  JUMAR_CHECK(op, in.k.size[2] <= (1 << 24), "at most 2^24 keys, got ", in.k.size[2]);
+  JUMAR_CHECK(op, in.dropout.keep_prob > 0 && in.dropout.keep_prob <= 1, "keep_prob must be in (0, 1], got ",
+              in.dropout.keep_prob);
+  if (in.pse.rank != 0) {
+    JUMAR_CHECK(op, in.pse.dtype == q.dtype, "pse must have query's dtype ", Name(q.dtype), ", got ",
+                Name(in.pse.dtype));
+    JUMAR_CHECK(op, in.pse.rank == 4, "pse must have 4 dimensions, got ", ShapeString(in.pse));
+  }
+  if (in.sink.rank != 0) {
+    CheckShape(op, "sink", in.sink, {s.heads});
+    JUMAR_CHECK(op, in.sink.dtype == s.compute, "sink must be ", Name(s.compute), ", got ", Name(in.sink.dtype));
+  }
+  return s;
+}
+
+AttentionPlan::AttentionPlan(const AttentionInputs& inputs, const AttentionShape& checked)
+    : in(inputs),
+      shape(checked),
+      gemm(ChooseGemmKernel(checked.compute, checked.compute)),
+      panel(ChoosePanelKernel(checked.compute == DType::kF64)),
+      width(panel.width),
+      key_block(132 / gemm.mr * gemm.mr) {
+  int64_t bits = 0;
+  for (const AttentionSequence& s : in.sequences) {
+    bit_offset_.push_back(bits);
+    bits += shape.heads * s.q_len * s.k_len;
+  }
+}
+
+PanelKeys AttentionPlan::KeysByPosition(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key,
+                                        int64_t n) const {
+  PanelKeys keys;
+  const int64_t last = row + rows - 1;
+  keys.begin = std::clamp<int64_t>(Low(s, row) - key, 0, n) / gemm.mr * gemm.mr;
+  keys.end = std::clamp<int64_t>(High(s, last) - key, 0, n);
+  keys.by_position = Low(s, last) > key + keys.begin || High(s, row) < key + keys.end;
+  return keys;
+}
+
+PanelKeys AttentionPlan::ByMask(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key,
+                                PanelKeys keys) const {
+  const AttentionMask& m = in.mask;
+  const uint8_t* base =
+      m.data + (m.size[0] == 1 ? 0 : s.index * m.stride[0]) + (m.size[1] == 1 ? 0 : head * m.stride[1]);
+  uint8_t any = 0;
+  bool all = true;
+  const int64_t n = keys.end - keys.begin;
+  for (int64_t r = 0; r < rows; ++r) {
+    const uint8_t* p = base + (row + r) * m.stride[2] + (key + keys.begin) * m.stride[3];
+    if (r > 0 && m.stride[2] == 0) break;
+    uint8_t row_any = 0;
+    uint8_t row_all = 1;
+    if (m.stride[3] == 1) {
+      for (int64_t j = 0; j < n; ++j) {
+        row_any = static_cast<uint8_t>(row_any | p[j]);
+        row_all = static_cast<uint8_t>(row_all & static_cast<uint8_t>(p[j] != 0));
+      }
+    } else {
+      for (int64_t j = 0; j < n; ++j) {
+        row_any = static_cast<uint8_t>(row_any | p[j * m.stride[3]]);
+        row_all = static_cast<uint8_t>(row_all & static_cast<uint8_t>(p[j * m.stride[3]] != 0));
+      }
+    }
+    any = static_cast<uint8_t>(any | row_any);
+    all = all && row_all != 0;
+    if (any != 0 && !all) break;
+  }
+  if (all) keys.end = keys.begin;
+  keys.by_mask = any != 0;
+  return keys;
+}
+
+PanelKeys AttentionPlan::Keys(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key,
+                              int64_t n) const {
+  const PanelKeys keys = KeysByPosition(s, row, rows, key, n);
+  if (!keys.any() || in.mask.data == nullptr) return keys;
+  return ByMask(s, head, row, rows, key, keys);
+}
+
+GemmOperand AttentionPlan::Along(const TensorView& x, int64_t batch, int64_t head, int64_t begin,
+                                 int64_t length) const {
+  return {Element(x, batch, head, begin), x.dtype, length, x.size[3], x.stride[2], x.stride[3]};
+}
+
+GemmOperand AttentionPlan::Across(const TensorView& x, int64_t batch, int64_t head, int64_t begin,
+                                  int64_t length) const {
+  return {Element(x, batch, head, begin), x.dtype, x.size[3], length, x.stride[3], x.stride[2]};
+}
+
+int64_t AttentionPlan::ScoreWorkBytes() const {
+  const int64_t tile = gemm.PanelStride(static_cast<int>(width), key_block);
+  return (3 * tile + 2 * width) * static_cast<int64_t>(ComputeBytes());
+}
+
+bool AttentionPlan::Scores(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key,
+                           const PanelKeys& keys, const void* k_packed, int64_t k_stride, const void* q_packed,
+                           void* scores, void* work) const {
+  const size_t bytes = ComputeBytes();
+  const int64_t n = keys.end - keys.begin;
+  GemmBlock block;
+  block.m = n;
+  block.n = width;
+  block.kc = shape.d;
+  block.a = At(k_packed, keys.begin / gemm.mr * k_stride, bytes);
+  block.a_panel = k_stride;
+  block.b = q_packed;
+  block.b_panel = 0;
+  block.c = At(scores, keys.begin * width, bytes);
+  block.ldc = width;
+  block.accumulate = false;
+  gemm.multiply(block);
+  if (!keys.by_position && !keys.by_mask && in.pse.rank == 0) return false;
+
+  const int64_t tile = gemm.PanelStride(static_cast<int>(width), key_block);
+  PanelMask m{};
+  m.scores = block.c;
+  m.n = n;
+  m.key = key + keys.begin;
+  m.scale = in.scale;
+  if (keys.by_position) {
+    void* low = At(work, 2 * tile, bytes);
+    void* high = At(work, 2 * tile + width, bytes);
+    for (int64_t r = 0; r < width; ++r) {
+      const int64_t i = row + std::min(r, rows - 1);
+      const auto from = static_cast<double>(Low(s, i));
+      const auto to = static_cast<double>(High(s, i));
+      if (bytes == 8) {
+        static_cast<double*>(low)[r] = from;
+        static_cast<double*>(high)[r] = to;
+      } else {
+        static_cast<float*>(low)[r] = static_cast<float>(from);
+        static_cast<float*>(high)[r] = static_cast<float>(to);
+      }
+    }
+    m.low = low;
+    m.high = high;
+  }
+  GemmPack p{};
+  p.rows = rows;
+  p.k = 0;
+  p.kc = n;
+  p.panel = tile;
+  if (in.pse.rank != 0) {
+    const int64_t b = in.pse.size[0] == 1 ? 0 : s.index;
+    const int64_t h = in.pse.size[1] == 1 ? 0 : head;
+    const TensorView& x = in.pse;
+    const GemmOperand operand{At(Element(x, b, h, row), (key + keys.begin) * x.stride[3], SizeOf(x.dtype)),
+                              x.dtype,
+                              rows,
+                              n,
+                              x.stride[2],
+                              x.stride[3]};
+    p.operand = &operand;
+    p.out = work;
+    gemm.pack_b(p);
+    m.pse = work;
+  }
+  if (keys.by_mask) {
+    // Bytes become numbers row by row, then a panel like any other operand.
+    const AttentionMask& x = in.mask;
+    const uint8_t* from = x.data + (x.size[0] == 1 ? 0 : s.index * x.stride[0]) +
+                          (x.size[1] == 1 ? 0 : head * x.stride[1]) + row * x.stride[2] +
+                          (key + keys.begin) * x.stride[3];
+    void* numbers = At(work, 2 * tile + 2 * width, bytes);
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint8_t* bits = from + r * x.stride[2];
+      if (bytes == 8) {
+        double* to = static_cast<double*>(numbers) + r * n;
+        for (int64_t j = 0; j < n; ++j) to[j] = bits[j * x.stride[3]] != 0 ? 1 : 0;
+      } else if (x.stride[3] == 1) {
+        float* to = static_cast<float*>(numbers) + r * n;
+        for (int64_t j = 0; j < n; ++j) to[j] = bits[j] != 0 ? 1.0f : 0.0f;
+      } else {
+        float* to = static_cast<float*>(numbers) + r * n;
+        for (int64_t j = 0; j < n; ++j) to[j] = bits[j * x.stride[3]] != 0 ? 1.0f : 0.0f;
+      }
+    }
+    const GemmOperand operand{numbers, shape.compute, rows, n, n, 1};
+    p.operand = &operand;
+    p.out = At(work, tile, bytes);
+    gemm.pack_b(p);
+    m.hide = p.out;
+  }
+  panel.mask(m);
+  return true;
+}
+
+void AttentionPlan::Keep(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n,
+                         void* keep) const {
+  const AttentionDropout& drop = in.dropout;
+  if (drop.bits == nullptr) {
+    PanelKeep k{};
+    k.keep = keep;
+    k.n = n;
+    k.key = key;
+    k.row = row;
+    k.stream = static_cast<uint32_t>(s.index * shape.heads + head);
+    k.seed = drop.seed;
+    k.offset = drop.offset;
+    k.keep_prob = drop.keep_prob;
+    panel.keep(k);
+    return;
+  }
+  const auto sequence = static_cast<size_t>(&s - in.sequences.data());
+  for (int64_t r = 0; r < width; ++r) {
+    const int64_t i = row + std::min(r, rows - 1);
+    const int64_t first = bit_offset_[sequence] + (head * s.q_len + i) * s.k_len + key;
+    for (int64_t j = 0; j < n; ++j) {
+      const int64_t bit = first + j;
+      const double value = (drop.bits[bit / 8] >> (bit % 8) & 1) != 0 ? 1 / drop.keep_prob : 0;
+      if (ComputeBytes() == 8) {
+        static_cast<double*>(keep)[j * width + r] = value;
+      } else {
+        static_cast<float*>(keep)[j * width + r] = static_cast<float>(value);
+      }
+    }
+  }
+}
+
+namespace {
+
+template <typename T>
+void SkipZeros(const GemmKernel& kernel, const GemmBlock& block, bool zero_in_a) {
+  const T* a = static_cast<const T*>(block.a);
+  const T* b = static_cast<const T*>(block.b);
+  T* c = static_cast<T*>(block.c);
+  for (int64_t i = 0; i < block.m; ++i) {
+    const T* row = a + i / kernel.mr * block.a_panel + i % kernel.mr;
+    for (int64_t j = 0; j < block.n; ++j) {
+      const T* column = b + j / kernel.nr * block.b_panel + j % kernel.nr;
+      T sum = 0;
+      for (int64_t k = 0; k < block.kc; ++k) {
+        const T x = row[k * kernel.mr];
+        const T y = column[k * kernel.nr];
+        if ((zero_in_a ? x : y) != 0) sum += x * y;
+      }
+      c[i * block.ldc + j] += sum;
+    }
+  }
+}
+
+}  // namespace
+
+void MultiplySkippingZeros(const GemmKernel& kernel, const GemmBlock& block, bool zero_in_a) {
+  kernel.acc == DType::kF64 ? SkipZeros<double>(kernel, block, zero_in_a) : SkipZeros<float>(kernel, block, zero_in_a);
+}
+
+bool FinitePanels(const AttentionPlan& plan, const void* packed, int64_t panels, int64_t stride, int64_t width,
+                  int64_t kc) {
+  for (int64_t p = 0; p < panels; ++p) {
+    if (!plan.panel.finite(At(packed, p * stride, plan.ComputeBytes()), kc * width)) return false;
+  }
+  return true;
+}
+
+}  // namespace jumar

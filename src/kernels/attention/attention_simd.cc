@@ -1,0 +1,335 @@
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "base/simd_dispatch.h"
+#include "kernels/attention/attention_panel.h"
+
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "kernels/attention/attention_simd.cc"
+#include "hwy/foreach_target.h"  // IWYU pragma: keep
+
+#include "simd/math-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace jumar {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// e^x within 1.5 ulp where the result is normal, rounded once below and 0 from -104 on; e^70 above 70, which no score
+// reaches over the maximum of its row; NaN for NaN. As ExpNegAbs of simd/math-inl.h, with the exponent raised by 25 so
+// that results down to the smallest subnormal are made of a normal number.
+template <class D, class V>
+HWY_INLINE V ScoreExp(D d, V x) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8) {
+    return ExpOf(d, x);
+  } else {
+    const hn::RebindToUnsigned<D> du;
+    const V y = hn::Min(hn::Max(x, hn::Set(d, -104.0f)), hn::Set(d, 70.0f));
+    const V magic = hn::Set(d, 12582912.0f + 25.0f);
+    const V z = hn::MulAdd(y, hn::Set(d, 1.44269504f), magic);
+    const V n = hn::Sub(z, magic);
+    const V t = hn::MulAdd(n, hn::Set(d, 2.12194440e-4f), hn::NegMulAdd(n, hn::Set(d, 0.693359375f), y));
+    V p = hn::MulAdd(t, hn::Set(d, 0.00140616044f), hn::Set(d, 0.00837910693f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.0416647693f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.166663642f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.500000044f));
+    p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
+    p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
+    const auto scaled = hn::Add(hn::BitCast(du, p), hn::ShiftLeft<23>(hn::BitCast(du, z)));
+    const V e = hn::Mul(hn::BitCast(d, scaled), hn::Set(d, 0x1p-25f));
+    return hn::IfThenElse(hn::IsNaN(x), x, e);
+  }
+}
+
+template <typename T>
+void MaskPanel(const PanelMask& a) {
+  const hn::ScalableTag<T> d;
+  const size_t lanes = hn::Lanes(d);
+  const auto scale = hn::Set(d, static_cast<T>(a.scale));
+  const auto hidden = hn::Set(d, -std::numeric_limits<T>::infinity());
+  for (size_t v = 0; v < 2; ++v) {
+    T* s = static_cast<T*>(a.scores) + v * lanes;
+    const T* low = static_cast<const T*>(a.low);
+    const T* high = static_cast<const T*>(a.high);
+    const auto from = low == nullptr ? hn::Zero(d) : hn::LoadU(d, low + v * lanes);
+    const auto to = low == nullptr ? hn::Zero(d) : hn::LoadU(d, high + v * lanes);
+    const T* pse = static_cast<const T*>(a.pse);
+    const T* hide = static_cast<const T*>(a.hide);
+    for (int64_t k = 0; k < a.n; ++k) {
+      const size_t at = static_cast<size_t>(k) * 2 * lanes;
+      auto x = hn::LoadU(d, s + at);
+      if (pse != nullptr) x = hn::Add(x, hn::LoadU(d, pse + at + v * lanes));
+      x = hn::Mul(x, scale);
+      if (low != nullptr) {
+        const auto key = hn::Set(d, static_cast<T>(a.key + k));
+        x = hn::IfThenElse(hn::And(hn::Ge(key, from), hn::Lt(key, to)), x, hidden);
+      }
+      if (hide != nullptr) {
+        const auto visible = hn::Eq(hn::LoadU(d, hide + at + v * lanes), hn::Zero(d));
+        x = hn::IfThenElse(visible, x, hidden);
+      }
+      hn::StoreU(x, d, s + at);
+    }
+  }
+}
+
+template <typename T>
+bool SoftmaxPanel(const PanelSoftmax& a) {
+  const hn::ScalableTag<T> d;
+  const size_t lanes = hn::Lanes(d);
+  const size_t step = 2 * lanes;
+  T* s = static_cast<T*>(a.scores);
+  T* max = static_cast<T*>(a.max);
+  T* sum = static_cast<T*>(a.sum);
+  T* rescale = static_cast<T*>(a.rescale);
+  const auto scale = hn::Set(d, static_cast<T>(a.scale));
+  const auto old0 = hn::LoadU(d, max);
+  const auto old1 = hn::LoadU(d, max + lanes);
+  auto m0 = old0;
+  auto m1 = old1;
+  const auto n = static_cast<size_t>(a.n);
+  for (size_t i = 0; i < n * step; i += step) {
+    m0 = hn::Max(hn::Mul(hn::LoadU(d, s + i), scale), m0);
+    m1 = hn::Max(hn::Mul(hn::LoadU(d, s + i + lanes), scale), m1);
+  }
+  // A NaN that the maxima passed over comes back with its exponential.
+  const auto one = hn::Set(d, T(1));
+  const auto r0 = ScoreExp(d, hn::Sub(old0, m0));
+  const auto r1 = ScoreExp(d, hn::Sub(old1, m1));
+  hn::StoreU(m0, d, max);
+  hn::StoreU(m1, d, max + lanes);
+  hn::StoreU(r0, d, rescale);
+  hn::StoreU(r1, d, rescale + lanes);
+  auto even0 = hn::Zero(d), even1 = hn::Zero(d), odd0 = hn::Zero(d), odd1 = hn::Zero(d);
+  size_t k = 0;
+  for (; k + 2 <= n; k += 2, s += 2 * step) {
+    const auto a0 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s), scale, m0));
+    const auto a1 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s + lanes), scale, m1));
+    const auto b0 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s + step), scale, m0));
+    const auto b1 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s + step + lanes), scale, m1));
+    even0 = hn::Add(even0, a0);
+    even1 = hn::Add(even1, a1);
+    odd0 = hn::Add(odd0, b0);
+    odd1 = hn::Add(odd1, b1);
+    hn::StoreU(a0, d, s);
+    hn::StoreU(a1, d, s + lanes);
+    hn::StoreU(b0, d, s + step);
+    hn::StoreU(b1, d, s + step + lanes);
+  }
+  if (k < n) {
+    const auto a0 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s), scale, m0));
+    const auto a1 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s + lanes), scale, m1));
+    even0 = hn::Add(even0, a0);
+    even1 = hn::Add(even1, a1);
+    hn::StoreU(a0, d, s);
+    hn::StoreU(a1, d, s + lanes);
+  }
+  hn::StoreU(hn::MulAdd(hn::LoadU(d, sum), r0, hn::Add(even0, odd0)), d, sum);
+  hn::StoreU(hn::MulAdd(hn::LoadU(d, sum + lanes), r1, hn::Add(even1, odd1)), d, sum + lanes);
+  return !hn::AllTrue(d, hn::And(hn::Eq(r0, one), hn::Eq(r1, one)));
+}
+
+template <typename T, bool kMasked, bool kKeep>
+void GradientPanelAs(const PanelGradient& a) {
+  const hn::ScalableTag<T> d;
+  const size_t lanes = hn::Lanes(d);
+  const auto scale = hn::Set(d, static_cast<T>(a.scale));
+  const auto hidden = hn::Set(d, -std::numeric_limits<T>::infinity());
+  const auto zero = hn::Zero(d);
+  for (size_t v = 0; v < 2; ++v) {
+    T* s = static_cast<T*>(a.scores) + v * lanes;
+    T* dp = static_cast<T*>(a.dp) + v * lanes;
+    const T* keep = static_cast<const T*>(a.keep) + (kKeep ? v * lanes : 0);
+    const auto max = hn::LoadU(d, static_cast<const T*>(a.max) + v * lanes);
+    const auto inverse = hn::LoadU(d, static_cast<const T*>(a.inverse_sum) + v * lanes);
+    const auto delta = hn::LoadU(d, static_cast<const T*>(a.delta) + v * lanes);
+    const auto row = [&](size_t i) HWY_ATTR {
+      const auto x = hn::LoadU(d, s + i);
+      auto p = hn::Mul(ScoreExp(d, hn::MulSub(x, scale, max)), inverse);
+      auto g = hn::LoadU(d, dp + i);
+      auto k = zero;
+      if constexpr (kKeep) {
+        k = hn::LoadU(d, keep + i);
+        g = hn::Mul(g, k);
+      }
+      auto ds = hn::Mul(p, hn::Sub(g, delta));
+      if constexpr (kKeep) p = hn::Mul(p, k);
+      if constexpr (kMasked) {
+        const auto gone = hn::Eq(x, hidden);
+        p = hn::IfThenElse(gone, zero, p);
+        ds = hn::IfThenElse(gone, zero, ds);
+      }
+      hn::StoreU(p, d, s + i);
+      hn::StoreU(ds, d, dp + i);
+    };
+    const auto n = static_cast<size_t>(a.n);
+    size_t i = 0;
+    for (; i + 4 * lanes <= 2 * n * lanes; i += 4 * lanes) {
+      row(i);
+      row(i + 2 * lanes);
+    }
+    if (i < 2 * n * lanes) row(i);
+  }
+}
+
+template <typename T>
+void GradientPanel(const PanelGradient& a) {
+  if (a.keep != nullptr) {
+    a.masked ? GradientPanelAs<T, true, true>(a) : GradientPanelAs<T, false, true>(a);
+  } else {
+    a.masked ? GradientPanelAs<T, true, false>(a) : GradientPanelAs<T, false, false>(a);
+  }
+}
+
+// Philox 4x32-10 on vectors: the upper and lower halves of 32 x 32-bit products.
+template <class DU, class V>
+HWY_INLINE void MulHiLo(DU du, V x, uint32_t m, V& high, V& low) {
+  const auto factor = hn::Set(du, m);
+  const auto even = hn::BitCast(du, hn::MulEven(x, factor));
+  const auto odd = hn::BitCast(du, hn::MulEven(hn::Reverse2(du, x), factor));
+  high = hn::OddEven(odd, hn::Reverse2(du, even));
+  low = hn::OddEven(hn::Reverse2(du, odd), even);
+}
+
+template <typename T>
+void KeepPanel(const PanelKeep& a) {
+  const hn::ScalableTag<uint32_t> du;
+  using V = hn::Vec<decltype(du)>;
+  const auto width = 2 * static_cast<int64_t>(hn::Lanes(hn::ScalableTag<T>()));
+  const auto lanes = static_cast<int64_t>(hn::Lanes(du));
+  // Kept below this; 2^32 * keep_prob, at most the largest 32-bit number.
+  const double limit = std::min(a.keep_prob * 4294967296.0, 4294967295.0);
+  const auto threshold = static_cast<uint32_t>(limit);
+  const T factor = static_cast<T>(1.0 / a.keep_prob);
+  T* keep = static_cast<T*>(a.keep);
+  HWY_ALIGN uint32_t words[4][HWY_MAX_BYTES / sizeof(uint32_t)];
+  for (int64_t q = 0; q < width; q += lanes) {
+    for (int64_t group = a.key / 4; group * 4 < a.key + a.n; ++group) {
+      V c0 = hn::Set(du, static_cast<uint32_t>(group));
+      V c1 = hn::Iota(du, static_cast<uint32_t>(a.row + q));
+      V c2 = hn::Set(du, a.stream);
+      V c3 = hn::Set(du, static_cast<uint32_t>(a.offset));
+      auto k0 = static_cast<uint32_t>(a.seed);
+      auto k1 = static_cast<uint32_t>(a.seed >> 32) ^ static_cast<uint32_t>(a.offset >> 32);
+      for (int round = 0; round < 10; ++round) {
+        V high0 = c0, low0 = c0, high1 = c0, low1 = c0;
+        MulHiLo(du, c0, 0xD2511F53u, high0, low0);
+        MulHiLo(du, c2, 0xCD9E8D57u, high1, low1);
+        c0 = hn::Xor(hn::Xor(high1, c1), hn::Set(du, k0));
+        c1 = low1;
+        c2 = hn::Xor(hn::Xor(high0, c3), hn::Set(du, k1));
+        c3 = low0;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+      }
+      hn::StoreU(c0, du, words[0]);
+      hn::StoreU(c1, du, words[1]);
+      hn::StoreU(c2, du, words[2]);
+      hn::StoreU(c3, du, words[3]);
+      for (int64_t w = 0; w < 4; ++w) {
+        const int64_t k = group * 4 + w - a.key;
+        if (k < 0 || k >= a.n) continue;
+        for (int64_t r = 0; r < std::min(lanes, width - q); ++r) {
+          keep[k * width + q + r] = words[w][r] < threshold ? factor : T(0);
+        }
+      }
+    }
+  }
+}
+
+template <typename T>
+void ScaleLanes(void* x, int64_t rows, const void* y) {
+  const hn::ScalableTag<T> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  T* p = static_cast<T*>(x);
+  const auto y0 = hn::LoadU(d, static_cast<const T*>(y));
+  const auto y1 = hn::LoadU(d, static_cast<const T*>(y) + lanes);
+  for (int64_t r = 0; r < rows; ++r, p += 2 * lanes) {
+    hn::StoreU(hn::Mul(hn::LoadU(d, p), y0), d, p);
+    hn::StoreU(hn::Mul(hn::LoadU(d, p + lanes), y1), d, p + lanes);
+  }
+}
+
+template <typename T>
+void MultiplyAll(void* x, int64_t count, const void* y) {
+  const hn::ScalableTag<T> d;
+  T* p = static_cast<T*>(x);
+  const T* q = static_cast<const T*>(y);
+  ForEachVector(d, static_cast<size_t>(count),
+                [&](const auto& load, const auto& store) HWY_ATTR { store(hn::Mul(load(p), load(q)), p); });
+}
+
+template <typename T>
+bool Finite(const void* x, int64_t count) {
+  const hn::ScalableTag<T> d;
+  const T* p = static_cast<const T*>(x);
+  auto bad = hn::Zero(d);
+  // x * 0 is NaN for infinity and NaN, else 0.
+  ForEachVector(d, static_cast<size_t>(count),
+                [&](const auto& load, const auto&) HWY_ATTR { bad = hn::MulAdd(load(p), hn::Zero(d), bad); });
+  return hn::AllFalse(d, hn::IsNaN(bad));
+}
+
+template <typename T>
+void DotRowsAs(const void* dy, int64_t dy_stride, const void* out, int64_t out_stride, int64_t rows, int64_t cols,
+               void* delta) {
+  using C = ComputeOf<T>;
+  const hn::ScalableTag<C> d;
+  const T* x = static_cast<const T*>(dy);
+  const T* y = static_cast<const T*>(out);
+  for (int64_t r = 0; r < rows; ++r, x += dy_stride, y += out_stride) {
+    auto sum = hn::Zero(d);
+    ForEachVector(d, static_cast<size_t>(cols),
+                  [&](const auto& load, const auto&) HWY_ATTR { sum = hn::MulAdd(load(x), load(y), sum); });
+    static_cast<C*>(delta)[r] = hn::GetLane(hn::SumOfLanes(d, sum));
+  }
+}
+
+void DotRows(DType dtype, const void* dy, int64_t dy_stride, const void* out, int64_t out_stride, int64_t rows,
+             int64_t cols, void* delta) {
+  switch (dtype) {
+    case DType::kF32:
+      return DotRowsAs<float>(dy, dy_stride, out, out_stride, rows, cols, delta);
+    case DType::kBF16:
+      return DotRowsAs<BF16>(dy, dy_stride, out, out_stride, rows, cols, delta);
+    case DType::kF16:
+      return DotRowsAs<F16>(dy, dy_stride, out, out_stride, rows, cols, delta);
+    default:
+      return DotRowsAs<double>(dy, dy_stride, out, out_stride, rows, cols, delta);
+  }
+}
+
+template <typename T>
+PanelKernel MakeKernel() {
+  PanelKernel kernel;
+  kernel.width = 2 * static_cast<int64_t>(hn::Lanes(hn::ScalableTag<T>()));
+  kernel.mask = &MaskPanel<T>;
+  kernel.softmax = &SoftmaxPanel<T>;
+  kernel.gradient = &GradientPanel<T>;
+  kernel.keep = &KeepPanel<T>;
+  kernel.scale_lanes = &ScaleLanes<T>;
+  kernel.multiply = &MultiplyAll<T>;
+  kernel.finite = &Finite<T>;
+  kernel.dot_rows = &DotRows;
+  return kernel;
+}
+
+const PanelKernel* KernelOf(bool f64) {
+  static const PanelKernel k32 = MakeKernel<float>();
+  static const PanelKernel k64 = MakeKernel<double>();
+  return f64 ? &k64 : &k32;
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace jumar
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace jumar {
+HWY_EXPORT(KernelOf);
+
+const PanelKernel& ChoosePanelKernel(bool f64) { return *JUMAR_DISPATCH(KernelOf)(f64); }
+
+}  // namespace jumar
+#endif  // HWY_ONCE

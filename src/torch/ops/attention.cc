@@ -1,0 +1,237 @@
+#include <array>
+#include <string>
+
+#include "base/check.h"
+#include "kernels/attention/fusion_attention.h"
+#include "torch/ops/families.h"
+
+namespace jumar::binding {
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+using OptionalInts = std::optional<std::vector<int64_t>>;
+
+std::vector<int64_t> Ints(const OptionalInts& x) { return x.has_value() ? *x : std::vector<int64_t>{}; }
+
+// Rank 0 for what is absent or has no dimension.
+TensorView OptionalView(const char* op, const OptionalTensor& x) { return x.has_value() ? View(op, *x) : TensorView{}; }
+
+TensorView ByteView(const char* op, const char* name, const OptionalTensor& x) {
+  TensorView view;
+  if (!x.has_value()) return view;
+  const ScalarType type = x->scalar_type();
+  JUMAR_CHECK(op, type == ScalarType::Bool || type == ScalarType::Byte, name, " must be bool or uint8, got ScalarType ",
+              static_cast<int>(type));
+  const auto sizes = x->sizes();
+  JUMAR_CHECK(op, sizes.size() <= 4, name, " must have at most 4 dimensions, got ", sizes.size());
+  view.dtype = DType::kBool;
+  view.rank = static_cast<int>(sizes.size());
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    view.size[i] = sizes[i];
+    view.stride[i] = x->strides()[i];
+  }
+  view.data = x->data_ptr();
+  return view;
+}
+
+FusionAttentionTensors Tensors(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                               const OptionalTensor& pse, const OptionalTensor& padding_mask,
+                               const OptionalTensor& atten_mask, const OptionalTensor& sink) {
+  JUMAR_CHECK(op, !padding_mask.has_value(), "padding_mask is not supported, here as in the vendor's operator");
+  return {View(op, query),
+          View(op, key),
+          View(op, value),
+          OptionalView(op, pse),
+          ByteView(op, "atten_mask", atten_mask),
+          OptionalView(op, sink)};
+}
+
+// Numbers of torch's default generator, so that torch.manual_seed governs dropout.
+void DrawSeed(const Tensor& like, int64_t& seed, int64_t& offset) {
+  Tensor drawn = torch::stable::new_empty(like, std::vector<int64_t>{2}, ScalarType::Long);
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(drawn), torch::stable::detail::from(std::nullopt)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::random_", "", stack.data(), TORCH_ABI_VERSION));
+  const Tensor result = torch::stable::detail::to<Tensor>(stack[0]);
+  seed = static_cast<const int64_t*>(result.data_ptr())[0];
+  offset = static_cast<const int64_t*>(result.data_ptr())[1];
+}
+
+void SetDropoutMask(const char* op, const OptionalTensor& mask, FusionAttentionOptions& o) {
+  if (!mask.has_value()) return;
+  JUMAR_CHECK(op, mask->scalar_type() == ScalarType::Byte && mask->is_contiguous(),
+              "dropout_mask must be contiguous uint8");
+  o.dropout.bits = static_cast<const uint8_t*>(mask->data_ptr());
+}
+
+void CheckDropoutMask(const char* op, const OptionalTensor& mask, int64_t elements) {
+  if (!mask.has_value()) return;
+  JUMAR_CHECK(op, mask->numel() * 8 >= elements, "dropout_mask has ", mask->numel() * 8, " bits for ", elements,
+              " scores");
+}
+
+struct Forward {
+  Tensor out, max, sum, softmax_out;
+  int64_t seed, offset, elements;
+};
+
+Forward RunForward(const char* op, const Tensor& like, const FusionAttentionTensors& tensors, FusionAttentionOptions& o,
+                   int64_t seed, int64_t offset, const OptionalTensor& dropout_mask) {
+  const bool drops = o.dropout.keep_prob < 1;
+  if (drops && !dropout_mask.has_value() && seed == 0 && offset == 0) DrawSeed(like, seed, offset);
+  o.dropout.seed = static_cast<uint64_t>(seed);
+  o.dropout.offset = static_cast<uint64_t>(offset);
+  SetDropoutMask(op, dropout_mask, o);
+  const FusionAttention attention(op, tensors, o);
+  const int64_t elements = attention.Elements();
+  CheckDropoutMask(op, dropout_mask, elements);
+  const DType compute = tensors.query.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  Tensor out = Empty(like, attention.OutSizes(), tensors.query.dtype);
+  Tensor max = Empty(like, attention.StatisticsSizes(), compute);
+  Tensor sum = Empty(like, attention.StatisticsSizes(), compute);
+  Attention(op, attention.inputs(), attention.QueryHeads("out", View(op, out)),
+            attention.Statistics("softmax_max", View(op, max)), attention.Statistics("softmax_sum", View(op, sum)));
+  return {out, max, sum, Empty(like, std::vector<int64_t>{0}, tensors.query.dtype), seed, offset, elements};
+}
+
+struct Gradients {
+  Tensor dq, dk, dv, dpse, dsink;
+};
+
+Gradients RunBackward(const char* op, const Tensor& like, const FusionAttentionTensors& tensors,
+                      const FusionAttentionOptions& o, const Tensor& dy, const OptionalTensor& out,
+                      const OptionalTensor& max, const OptionalTensor& sum, bool need_pse = true) {
+  JUMAR_CHECK(op, out.has_value() && max.has_value() && sum.has_value(),
+              "softmax_max, softmax_sum and attention_in of the forward are needed");
+  const FusionAttention attention(op, tensors, o);
+  const DType dtype = tensors.query.dtype;
+  const DType compute = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  Gradients g{Empty(like, tensors.query, dtype), Empty(like, tensors.key, dtype), Empty(like, tensors.value, dtype),
+              Empty(like, std::vector<int64_t>{0}, dtype), Empty(like, std::vector<int64_t>{0}, compute)};
+  TensorView dpse;
+  TensorView dsink;
+  if (tensors.pse.rank != 0 && need_pse) {
+    g.dpse = Empty(like, tensors.pse, dtype);
+    dpse = View(op, g.dpse);
+  }
+  if (tensors.sink.rank != 0) {
+    g.dsink = Empty(like, tensors.sink, compute);
+    dsink = View(op, g.dsink);
+  }
+  AttentionBackward(op, attention.inputs(), attention.QueryHeads("dy", View(op, dy)),
+                    attention.QueryHeads("attention_in", View(op, *out)),
+                    attention.Statistics("softmax_max", View(op, *max)),
+                    attention.Statistics("softmax_sum", View(op, *sum)), attention.QueryHeads("dq", View(op, g.dq)),
+                    attention.KeyHeads("dk", View(op, g.dk)), attention.KeyHeads("dv", View(op, g.dv)),
+                    dpse.rank != 0 ? &dpse : nullptr, dsink.rank != 0 ? &dsink : nullptr);
+  return g;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t> npu_fusion_attention(
+    const Tensor& query, const Tensor& key, const Tensor& value, int64_t head_num, std::string input_layout,
+    const OptionalTensor& pse, const OptionalTensor& padding_mask, const OptionalTensor& atten_mask, double scale,
+    double keep_prob, int64_t pre_tockens, int64_t next_tockens, int64_t /*inner_precise*/, const OptionalInts& prefix,
+    const OptionalInts& actual_seq_qlen, const OptionalInts& actual_seq_kvlen, int64_t sparse_mode,
+    bool /*gen_mask_parallel*/, bool /*sync*/, std::string softmax_layout, const OptionalTensor& sink,
+    const OptionalTensor& dropout_mask, int64_t seed, int64_t offset) {
+  constexpr const char* kOp = "npu_fusion_attention";
+  JUMAR_COUNT_CALL("npu_fusion_attention");
+  FusionAttentionOptions o{head_num,
+                           input_layout,
+                           scale,
+                           pre_tockens,
+                           next_tockens,
+                           Ints(prefix),
+                           Ints(actual_seq_qlen),
+                           Ints(actual_seq_kvlen),
+                           sparse_mode,
+                           softmax_layout,
+                           {keep_prob}};
+  const Forward f = RunForward(kOp, query, Tensors(kOp, query, key, value, pse, padding_mask, atten_mask, sink), o,
+                               seed, offset, dropout_mask);
+  return {f.out, f.max, f.sum, f.softmax_out, f.seed, f.offset, f.elements};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> npu_fusion_attention_grad(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& dy, int64_t head_num,
+    std::string input_layout, const OptionalTensor& pse, const OptionalTensor& padding_mask,
+    const OptionalTensor& atten_mask, const OptionalTensor& softmax_max, const OptionalTensor& softmax_sum,
+    const OptionalTensor& /*softmax_in*/, const OptionalTensor& attention_in, double scale_value, double keep_prob,
+    int64_t pre_tockens, int64_t next_tockens, int64_t /*inner_precise*/, int64_t seed, int64_t offset,
+    int64_t /*numels*/, const OptionalInts& prefix, const OptionalInts& actual_seq_qlen,
+    const OptionalInts& actual_seq_kvlen, int64_t sparse_mode, bool /*gen_mask_parallel*/, bool /*sync*/,
+    std::string softmax_layout, const OptionalTensor& sink) {
+  constexpr const char* kOp = "npu_fusion_attention_grad";
+  JUMAR_COUNT_CALL("npu_fusion_attention_grad");
+  const FusionAttentionOptions o{head_num,
+                                 input_layout,
+                                 scale_value,
+                                 pre_tockens,
+                                 next_tockens,
+                                 Ints(prefix),
+                                 Ints(actual_seq_qlen),
+                                 Ints(actual_seq_kvlen),
+                                 sparse_mode,
+                                 softmax_layout,
+                                 {keep_prob, static_cast<uint64_t>(seed), static_cast<uint64_t>(offset)}};
+  const Gradients g = RunBackward(kOp, query, Tensors(kOp, query, key, value, pse, padding_mask, atten_mask, sink), o,
+                                  dy, attention_in, softmax_max, softmax_sum);
+  return {g.dq, g.dk, g.dv, g.dpse, g.dsink};
+}
+
+// What autograd calls: as npu_fusion_attention_grad, with the forward's dropout_mask, and dpse only where it is needed.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fusion_attention_backward(
+    const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& dy, const Tensor& out, const Tensor& max,
+    const Tensor& sum, int64_t head_num, std::string input_layout, const OptionalTensor& pse,
+    const OptionalTensor& atten_mask, const OptionalTensor& sink, const OptionalTensor& dropout_mask, double scale,
+    double keep_prob, int64_t pre_tokens, int64_t next_tokens, int64_t seed, int64_t offset, const OptionalInts& prefix,
+    const OptionalInts& actual_seq_qlen, const OptionalInts& actual_seq_kvlen, int64_t sparse_mode,
+    std::string softmax_layout, bool need_pse) {
+  constexpr const char* kOp = "npu_fusion_attention_grad";
+  JUMAR_COUNT_CALL("npu_fusion_attention_grad");
+  FusionAttentionOptions o{head_num,
+                           input_layout,
+                           scale,
+                           pre_tokens,
+                           next_tokens,
+                           Ints(prefix),
+                           Ints(actual_seq_qlen),
+                           Ints(actual_seq_kvlen),
+                           sparse_mode,
+                           softmax_layout,
+                           {keep_prob, static_cast<uint64_t>(seed), static_cast<uint64_t>(offset)}};
+  SetDropoutMask(kOp, dropout_mask, o);
+  const FusionAttentionTensors t = Tensors(kOp, query, key, value, pse, std::nullopt, atten_mask, sink);
+  const Gradients g = RunBackward(kOp, query, t, o, dy, out, max, sum, need_pse);
+  return {g.dq, g.dk, g.dv, g.dpse, g.dsink};
+}
+
+}  // namespace
+
+std::vector<OpEntry> AttentionOps() {
+  return {
+      {"npu_fusion_attention(Tensor query, Tensor key, Tensor value, int head_num, str input_layout, Tensor? pse=None,"
+       " Tensor? padding_mask=None, Tensor? atten_mask=None, float scale=1., float keep_prob=1.,"
+       " int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int[]? prefix=None,"
+       " int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None, int sparse_mode=0, bool gen_mask_parallel=True,"
+       " bool sync=False, str softmax_layout=\"\", Tensor? sink=None, Tensor? dropout_mask=None, int seed=0,"
+       " int offset=0) -> (Tensor, Tensor, Tensor, Tensor, int, int, int)",
+       TORCH_BOX(&npu_fusion_attention), true},
+      {"npu_fusion_attention_grad(Tensor query, Tensor key, Tensor value, Tensor dy, int head_num, str input_layout, *,"
+       " Tensor? pse=None, Tensor? padding_mask=None, Tensor? atten_mask=None, Tensor? softmax_max=None,"
+       " Tensor? softmax_sum=None, Tensor? softmax_in=None, Tensor? attention_in=None, float scale_value=1.,"
+       " float keep_prob=1., int pre_tockens=2147483647, int next_tockens=2147483647, int inner_precise=0, int seed=0,"
+       " int offset=0, int numels=0, int[]? prefix=None, int[]? actual_seq_qlen=None, int[]? actual_seq_kvlen=None,"
+       " int sparse_mode=0, bool gen_mask_parallel=True, bool sync=False, str softmax_layout=\"\", Tensor? sink=None)"
+       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+       TORCH_BOX(&npu_fusion_attention_grad), true},
+      {"fusion_attention_backward(Tensor query, Tensor key, Tensor value, Tensor dy, Tensor out, Tensor max, Tensor "
+       "sum,"
+       " int head_num, str input_layout, Tensor? pse, Tensor? atten_mask, Tensor? sink, Tensor? dropout_mask,"
+       " float scale, float keep_prob, int pre_tokens, int next_tokens, int seed, int offset, int[]? prefix,"
+       " int[]? actual_seq_qlen, int[]? actual_seq_kvlen, int sparse_mode, str softmax_layout, bool need_pse)"
+       " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+       TORCH_BOX(&fusion_attention_backward), false},
+  };
+}
+
+}  // namespace jumar::binding
