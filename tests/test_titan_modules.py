@@ -272,7 +272,8 @@ def test_packed_documents_equal_separate_ones():
 def test_shims_are_listed():
     states = {status.name: status.state for status in compat.status()}
     assert set(states) == {
-        "cpu_device", "set_timeout", "fsdp_force_sum", "pp_step", "triton_stub", "flex_attention",
+        "cpu_device", "set_timeout", "fsdp_force_sum", "pp_step", "triton_stub", "flex_attention", "histc",
+        "lora_sharding",
     }
     assert set(states.values()) <= {"applied", "not needed", "switched off"}
     assert all(status.reason and status.reference for status in compat.status())

@@ -38,6 +38,10 @@ def _check(rank: int, port: int) -> None:
         for a, b in zip(whole, parts, strict=True):
             torch.testing.assert_close(b.grad.full_tensor(), a.grad)
 
+    def whole_bias(x):
+        bias = torch.linspace(-0.2, 0.2, x.shape[-1])
+        return distribute_tensor(bias, mesh, [Replicate()]) if isinstance(x, DTensor) else bias
+
     rows, columns = Shard(1), Shard(2)
     for placement in (Replicate(), Shard(0), rows, columns):
         compare(lambda x, w: ops.npu_rms_norm(x, w, 1e-6)[0], [(2, 4, 6), (6,)], [placement, Replicate()])
@@ -51,6 +55,16 @@ def _check(rank: int, port: int) -> None:
     compare(adapted, [(2, 4, 6), (3, 6), (8, 3)], [columns, Shard(1), Replicate()])
     compare(adapted, [(2, 4, 6), (3, 6), (8, 3)], [Replicate(), Replicate(), Shard(0)])
     compare(ops.npu_linear, [(2, 4, 6), (8, 6), (8,)], [Shard(0), Replicate(), Replicate()])
+
+    def route(logits, bias):
+        weights, ids, scores = ops.router_top_k(
+            logits, 2, scoring="sigmoid", renorm=True, bias=bias, n_group=2, wide_weights=True, output_scores=True
+        )
+        assert type(ids) is type(logits)
+        return weights.sum(-1, keepdim=True) * scores
+
+    for placement in (Replicate(), Shard(0), rows):
+        compare(lambda x: route(x, whole_bias(x)), [(2, 4, 8)], [placement])
     dist.destroy_process_group()
 
 

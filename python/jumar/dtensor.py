@@ -15,6 +15,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 _R = Replicate()
+# Arguments of router_top_k after logits and k.
+_ROUTER_OPTIONS = 11
 
 
 def _rows(rank: int, but: tuple[int, ...] = (-1,)) -> list[Shard]:
@@ -78,6 +80,24 @@ def _linear_bias_grad(grad: Any) -> list:
     return [([_R], [_R]), ([Shard(0)], [last]), *(([Partial()], [p]) for p in _rows(len(grad.shape)))]
 
 
+def _like(p: Any, *args: Any) -> list:
+    """``p`` for tensors, None for everything else."""
+    return [p if hasattr(arg, "shape") else None for arg in args]
+
+
+def _router(logits: Any, k: int, *options: Any) -> list:
+    # The last of its options asks for the scores; torch leaves it out where it is not given.
+    scores = len(options) == _ROUTER_OPTIONS and options[-1]
+    return [
+        ([p, p, p if scores else _R], [p, None, *_like(_R, *options)]) for p in [_R, *_rows(len(logits.shape))]
+    ]
+
+
+def _router_backward(grad_weights: Any, grad_scores: Any, logits: Any, indices: Any, *options: Any) -> list:
+    tensors = (grad_weights, grad_scores, logits, indices)
+    return [([p], [*_like(p, *tensors), *_like(_R, *options)]) for p in [_R, *_rows(len(logits.shape))]]
+
+
 _RULES = {
     "npu_rms_norm": _rms_norm,
     "npu_rms_norm_backward": _rms_norm_backward,
@@ -87,6 +107,8 @@ _RULES = {
     "linear_dgrad": _linear_dgrad,
     "linear_wgrad": _linear_wgrad,
     "linear_bias_grad": _linear_bias_grad,
+    "router_top_k": _router,
+    "router_top_k_backward": _router_backward,
 }
 
 

@@ -1,12 +1,15 @@
-"""Shims of torchtitan: the one Triton module that it imports unconditionally, and language-model attention on CPUs."""
+"""Shims of torchtitan: its Triton module, attention of language models and counts of experts on CPUs."""
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from jumar.compat.shim import Shim
 
@@ -81,6 +84,64 @@ def _patch_attention() -> None:
     attention._compiled_create_block_mask = create_dense_block_mask
 
 
+def _needs_histc() -> bool:
+    if not (0, 2) <= _version() < (0, 3):
+        return False
+    try:
+        torch.histc(torch.zeros(1, dtype=torch.int64), bins=1, min=0, max=1)
+    except (RuntimeError, NotImplementedError):
+        return True
+    return False
+
+
+def _patch_histc() -> None:
+    """Integers are counted as fp64 numbers, which hold them exactly."""
+    before = torch.histc
+
+    @functools.wraps(before)
+    def histc(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if input.is_floating_point() or input.device.type != "cpu":
+            return before(input, *args, **kwargs)
+        return before(input.double(), *args, **kwargs).to(input.dtype)
+
+    torch.histc = histc
+
+
+def _replicated() -> Any:
+    from spmd_types import R
+    from torchtitan.models.common.decoder_sharding import dense_param_placement
+    from torchtitan.protocols.sharding import ShardingConfig
+
+    return ShardingConfig(state_shardings={"weight": dense_param_placement(tp=R)})
+
+
+def _needs_lora_sharding() -> bool:
+    if _version() < (0, 3):
+        return False
+    from torchtitan.components import lora
+
+    try:
+        lora._lora_adapter_sharding(_replicated())
+    except AssertionError:
+        return True
+    return False
+
+
+def _patch_lora_sharding() -> None:
+    """The adapters of a layer that every rank has whole are whole too."""
+    from torchtitan.components import lora
+
+    before = lora._lora_adapter_sharding
+
+    @functools.wraps(before)
+    def sharding(base: Any) -> tuple[Any, Any]:
+        whole = _replicated()
+        weight = base.state_shardings.get("weight") if base else None
+        return (whole, whole) if weight == whole.state_shardings["weight"] else before(base)
+
+    lora._lora_adapter_sharding = sharding
+
+
 #: In the order in which they are applied.
 SHIMS = [
     Shim(
@@ -96,6 +157,21 @@ SHIMS = [
         "torchtitan/models/common/config_utils.py: get_attention_config",
         _needs_attention,
         _patch_attention,
+        late=True,
+    ),
+    Shim(
+        "histc",
+        "torchtitan 0.2 counts tokens per expert by torch.histc of integers, which CPUs do not have",
+        "torchtitan/models/moe/moe.py: TokenChoiceTopKRouter.forward",
+        _needs_histc,
+        _patch_histc,
+    ),
+    Shim(
+        "lora_sharding",
+        "torchtitan has no adapters for layers that tensor parallelism does not shard, as in latent attention",
+        "torchtitan/components/lora.py: _lora_adapter_sharding",
+        _needs_lora_sharding,
+        _patch_lora_sharding,
         late=True,
     ),
 ]

@@ -3,7 +3,7 @@
 With any torchtitan command::
 
     --override.imports jumar.titan.npu_rms_norm jumar.titan.npu_rope jumar.titan.npu_swiglu jumar.titan.npu_linear \\
-        jumar.titan.npu_loss
+        jumar.titan.npu_gmm jumar.titan.npu_permute jumar.titan.npu_router jumar.titan.npu_loss
 
 Each name below is an override factory. It turns a node of the model's configuration into the same node of a fused
 module, before anything is built, so the module's sharding, initialisation and place in the model stay, and with them
@@ -23,10 +23,11 @@ from torchtitan.components.loss import BaseLoss
 from torchtitan.config.override import _REGISTRY, Override
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
+from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 
-from jumar.titan import modules
+from jumar.titan import modules, moe
 from jumar.titan.loss import LossConverter
 from jumar.titan.nodes import Converter, install
 
@@ -55,6 +56,7 @@ CONVERTERS: dict[str, Converter] = {
             },
         ),
         Converter("npu_linear", "npu_linear", Linear.Config, {Linear.Config: modules.FusedLinear.Config}),
+        *moe.CONVERTERS,
         LossConverter("npu_loss", "linear_cross_entropy", Linear.Config, {}),
     )
 }
@@ -80,15 +82,42 @@ def npu_linear(config: Linear.Config) -> Linear.Config:
     return CONVERTERS["npu_linear"].convert(config)
 
 
+def npu_gmm(config: GroupedExperts.Config) -> GroupedExperts.Config:
+    """Override factory: stacked experts on ``grouped_matmul``."""
+    return CONVERTERS["npu_gmm"].convert(config)
+
+
+def npu_permute(config: RoutedExperts.Config) -> RoutedExperts.Config:
+    """Override factory: dispatch to experts and back on ``npu_moe_token_permute`` and ``_unpermute``."""
+    return CONVERTERS["npu_permute"].convert(config)
+
+
+def npu_router(config: TokenChoiceTopKRouter.Config) -> TokenChoiceTopKRouter.Config:
+    """Override factory: routers on ``router_top_k``."""
+    return CONVERTERS["npu_router"].convert(config)
+
+
 def npu_loss(config: BaseLoss.Config) -> BaseLoss.Config:
     """Override factory: output head and cross-entropy in one, on ``linear_cross_entropy``."""
     return CONVERTERS["npu_loss"].convert(config)
 
 
-for _factory in (npu_rms_norm, npu_rope, npu_swiglu, npu_linear):
+for _factory in (npu_rms_norm, npu_rope, npu_swiglu, npu_linear, npu_gmm, npu_permute, npu_router):
     install(_REGISTRY, Override, CONVERTERS[_factory.__name__], _factory)
 install(_REGISTRY, Override, CONVERTERS["npu_loss"], npu_loss, target=BaseLoss.Config, fqns=["loss"])
 
 from jumar.titan.plan import count_modules, plan
 
-__all__ = ["CONVERTERS", "count_modules", "npu_linear", "npu_loss", "npu_rms_norm", "npu_rope", "npu_swiglu", "plan"]
+__all__ = [
+    "CONVERTERS",
+    "count_modules",
+    "npu_gmm",
+    "npu_linear",
+    "npu_loss",
+    "npu_permute",
+    "npu_rms_norm",
+    "npu_rope",
+    "npu_router",
+    "npu_swiglu",
+    "plan",
+]

@@ -17,10 +17,22 @@ _HEAD = "lm_head"
 _fused: dict[type, type] = {}
 
 
+def _names(model: Any, mixture: bool) -> list[str]:
+    paths = [path.split(".") for path, _, _, _ in model.traverse(Linear.Config, recurse=True)]
+    return list(dict.fromkeys(path[-1] for path in paths if ("moe" in path) == mixture))
+
+
+def experts(model: Any) -> list[str]:
+    """Names (last parts) of the linear layers in a model configuration's mixtures of experts: routers, shared experts.
+
+    torchtitan names layers by their last part: other layers of these names cannot have adapters either.
+    """
+    return _names(model, True)
+
+
 def targets(model: Any) -> list[str]:
-    """Names (last parts) of a model configuration's linear layers, the output head left out."""
-    names = (path.rsplit(".", 1)[-1] for path, _, _, _ in model.traverse(Linear.Config, recurse=True))
-    return [name for name in dict.fromkeys(names) if name != _HEAD]
+    """Names (last parts) of a model configuration's linear layers, those of experts and the output head left out."""
+    return [name for name in _names(model, False) if name not in (_HEAD, *experts(model))]
 
 
 def convert(model: Any, rank: int, alpha: float, names: list[str]) -> Any:

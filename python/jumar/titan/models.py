@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class Qwen3Size:
-    """The dimensions of a dense Qwen3."""
+    """The dimensions of a Qwen3; with ``experts`` every layer is a mixture of them, each of ``hidden_dim``."""
 
     dim: int
     hidden_dim: int
@@ -24,6 +24,32 @@ class Qwen3Size:
     context: int = 4096
     theta: float = 1000000.0
     tied: bool = True
+    experts: int = 0
+    top_k: int = 2
+
+
+@dataclass(frozen=True)
+class DeepSeekSize:
+    """The dimensions of a DeepSeek-V3 as it is published: sigmoid scores, normed weights, a first dense layer."""
+
+    dim: int
+    dense_dim: int
+    expert_dim: int
+    layers: int
+    heads: int
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    vocab_size: int
+    experts: int
+    top_k: int
+    q_rank: int = 0
+    shared: int = 2
+    groups: int | None = None
+    kept_groups: int | None = None
+    scale: float = 1.0
+    context: int = 4096 * 4
 
 
 #: ``demo`` is the size of the 4-layer step in bench/, ``tiny`` one for tests.
@@ -31,16 +57,28 @@ QWEN3_SIZES = {
     "demo": Qwen3Size(512, 1536, 4, 8, 4, 64, 4096),
     "tiny": Qwen3Size(64, 96, 2, 4, 2, 16, 512),
     "tiny_untied": Qwen3Size(64, 96, 2, 4, 2, 16, 512, tied=False),
+    "tiny_moe": Qwen3Size(64, 48, 2, 4, 2, 16, 512, tied=False, experts=8),
+}
+
+#: ``debugmodel_sigmoid`` has the dimensions of torchtitan's ``debugmodel``, whose softmax scores no other library knows.
+DEEPSEEK_SIZES = {
+    "debugmodel_sigmoid": DeepSeekSize(256, 1024, 256, 6, 16, 512, 128, 64, 128, 2048, 8, 3),
+    "tiny": DeepSeekSize(
+        64, 96, 32, 3, 4, 32, 16, 8, 16, 512, 8, 3, q_rank=48, shared=1, groups=4, kept_groups=2, scale=2.5
+    ),
 }
 
 
 def qwen3_config(size: Qwen3Size) -> Any:
-    """torchtitan's configuration of a dense Qwen3, with its initialisation."""
+    """torchtitan's configuration of a Qwen3, with its initialisation."""
     from torchtitan.models.common import CosSinRoPE, Embedding, Linear
     from torchtitan.models.common.config_utils import (
         get_attention_config,
         make_ffn_config,
         make_gqa_config,
+        make_moe_config,
+        make_routed_experts_config,
+        make_router_config,
     )
     from torchtitan.models.common.nn_modules import RMSNorm
     from torchtitan.models.common.param_init import skip_param_init
@@ -50,6 +88,32 @@ def qwen3_config(size: Qwen3Size) -> Any:
 
     def norm(width: int) -> Any:
         return RMSNorm.Config(normalized_shape=width, eps=1e-6, param_init={"weight": nn.init.ones_})
+
+    def dense() -> Any:
+        return make_ffn_config(
+            dim=size.dim, hidden_dim=size.hidden_dim, w1_param_init=normal, w2w3_param_init=normal
+        )
+
+    def mixture() -> Any:
+        return make_moe_config(
+            num_experts=size.experts,
+            router=make_router_config(
+                dim=size.dim,
+                num_experts=size.experts,
+                gate_param_init=normal,
+                top_k=size.top_k,
+                score_func="softmax",
+                route_norm=True,
+            ),
+            routed_experts=make_routed_experts_config(
+                dim=size.dim,
+                hidden_dim=size.hidden_dim,
+                num_experts=size.experts,
+                top_k=size.top_k,
+                param_init=dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), normal["weight"]),
+                comm_backend="standard",
+            ),
+        )
 
     def layer() -> Any:
         return Qwen3TransformerBlock.Config(
@@ -67,12 +131,8 @@ def qwen3_config(size: Qwen3Size) -> Any:
                 rope=CosSinRoPE.Config(dim=size.head_dim, max_seq_len=size.context, theta=size.theta),
                 qk_norm=norm(size.head_dim),
             ),
-            feed_forward=make_ffn_config(
-                dim=size.dim,
-                hidden_dim=size.hidden_dim,
-                w1_param_init=normal,
-                w2w3_param_init=normal,
-            ),
+            feed_forward=None if size.experts else dense(),
+            moe=mixture() if size.experts else None,
         )
 
     return Qwen3Model.Config(
@@ -92,6 +152,66 @@ def qwen3_config(size: Qwen3Size) -> Any:
     )
 
 
+def deepseek_config(size: DeepSeekSize) -> Any:
+    """torchtitan's configuration of a DeepSeek-V3, with every norm's epsilon as the published models have it."""
+    from torchtitan.models.common import ComplexRoPE, Embedding, Linear
+    from torchtitan.models.common.nn_modules import RMSNorm
+    from torchtitan.models.deepseek_v3 import DeepSeekV3Model, build_mla_moe_layers
+
+    weight = partial(nn.init.trunc_normal_, std=0.02)
+    normal = {"weight": weight, "bias": nn.init.zeros_}
+    ones = {"weight": nn.init.ones_}
+    layers = build_mla_moe_layers(
+        n_layers=size.layers,
+        n_dense_layers=1,
+        dim=size.dim,
+        n_heads=size.heads,
+        q_lora_rank=size.q_rank,
+        kv_lora_rank=size.kv_rank,
+        qk_nope_head_dim=size.nope_dim,
+        qk_rope_head_dim=size.rope_dim,
+        v_head_dim=size.value_dim,
+        mscale=0.7,
+        dense_hidden_dim=size.dense_dim,
+        moe_hidden_dim=size.expert_dim,
+        num_experts=size.experts,
+        num_shared_experts=size.shared,
+        router_top_k=size.top_k,
+        router_score_func="sigmoid",
+        router_num_expert_groups=size.groups,
+        router_num_limited_groups=size.kept_groups,
+        router_route_scale=size.scale,
+        router_route_norm=True,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
+        linear_init=normal,
+        norm_init=ones,
+        depth_init=lambda layer: normal,
+        depth_experts_init=lambda layer: dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), weight),
+        rope=ComplexRoPE.Config(
+            dim=size.rope_dim, max_seq_len=size.context, scaling="yarn", rope_factor=40.0, original_seq_len=4096
+        ),
+    )
+    model = DeepSeekV3Model.Config(
+        dim=size.dim,
+        vocab_size=size.vocab_size,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=size.vocab_size, embedding_dim=size.dim, param_init={"weight": nn.init.normal_}
+        ),
+        norm=RMSNorm.Config(normalized_shape=size.dim, param_init=ones),
+        lm_head=Linear.Config(in_features=size.dim, out_features=size.vocab_size, param_init=normal),
+        layers=layers,
+    )
+    for _, norm, _, _ in model.traverse(RMSNorm.Config, recurse=True):
+        norm.eps = 1e-6
+    return model
+
+
+#: For a model, its sizes and what makes a configuration of one.
+_SIZES = {"qwen3": (QWEN3_SIZES, qwen3_config), "deepseek_v3": (DEEPSEEK_SIZES, deepseek_config)}
+
+
 def model_names() -> list[str]:
     """Models of torchtitan that are language models."""
     from torchtitan.models import _supported_models
@@ -106,7 +226,7 @@ def flavors(name: str) -> list[str]:
     module = import_module(f"torchtitan.models.{name}")
     # One table a model, whose name is not quite the model's.
     known = next(list(v) for k, v in vars(module).items() if k.endswith("_configs") and isinstance(v, dict))
-    return known + ([*QWEN3_SIZES] if name == "qwen3" else [])
+    return known + [*_SIZES.get(name, ({},))[0]]
 
 
 def model_spec(name: str, flavor: str) -> Any:
@@ -114,8 +234,9 @@ def model_spec(name: str, flavor: str) -> Any:
     if flavor not in flavors(name):
         raise KeyError(flavor)
     module = import_module(f"torchtitan.models.{name}")
-    if name == "qwen3" and flavor in QWEN3_SIZES:
+    sizes, config = _SIZES.get(name, ({}, None))
+    if flavor in sizes:
         spec = module.model_registry("debugmodel")
-        spec.flavor, spec.model = flavor, qwen3_config(QWEN3_SIZES[flavor])
+        spec.flavor, spec.model = flavor, config(sizes[flavor])
         return spec
     return module.model_registry(flavor, attn_backend="flex")

@@ -18,7 +18,7 @@ class Converter:
 
     Attributes:
         name: as in a job file.
-        operator: the fused operator that the built module calls.
+        operator: the fused operator that the built module calls; ``a or b`` where it depends on what else is fused.
         target: the class of nodes to look at, subclasses included.
         replacements: for an exact node class, the node class of the fused module.
     """
@@ -63,10 +63,14 @@ class Converter:
         were exchanged for a copy would take nodes inside it, claimed by another converter, out of the tree.
         """
         if self.obstacle(config) is None:
-            plain = lora.base(type(config))
-            fused = self.replacements[plain]
-            config.__class__ = fused if plain is type(config) else lora.on_fused(type(config), fused)
+            self.turn(config)
         return config
+
+    def turn(self, config: Any) -> None:
+        """Makes a node without obstacle a fused one."""
+        plain = lora.base(type(config))
+        fused = self.replacements[plain]
+        config.__class__ = fused if plain is type(config) else lora.on_fused(type(config), fused)
 
 
 def install(

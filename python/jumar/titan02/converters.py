@@ -12,17 +12,21 @@ import jumar
 from jumar import dtensor
 from jumar.convert.errors import ConverterError
 from jumar.convert.report import Report, Site
-from jumar.titan02 import rope
+from jumar.titan02 import moe, rope
 
-CONVERTERS = ("npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear")
+CONVERTERS = ("npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear", "npu_gmm", "npu_permute", "npu_router")
 
 
-def _report(model: nn.Module, name: str) -> Report:
-    if name != "npu_rope":
+def _report(model: nn.Module, name: str, parallel_dims: Any) -> Report:
+    operator = "npu_rotary_mul" if name == "npu_rope" else moe.operator(name)
+    if operator is None:
         return jumar.convert(model, [name])
     sites = []
     for path, module in model.named_modules():
-        replacement = rope.fused_class(type(module))
+        if name == "npu_rope":
+            replacement = rope.fused_class(type(module))
+        else:
+            replacement = moe.fused_class(name, module, parallel_dims)
         if replacement is None:
             continue
         status, reason = "replaced", ""
@@ -30,7 +34,7 @@ def _report(model: nn.Module, name: str) -> Report:
             status, reason = "skipped", replacement
         else:
             module.__class__ = replacement
-        sites.append(Site(path, name, "npu_rotary_mul", status, reason, type(module).__qualname__))
+        sites.append(Site(path, name, operator, status, reason, type(module).__qualname__))
     return Report(sites, [name])
 
 
@@ -43,10 +47,11 @@ def _class(name: str, optional: bool) -> type:
 
         def __init__(self, job_config: Any, parallel_dims: Any):
             dtensor.register()
+            self.parallel_dims = parallel_dims
 
         def convert(self, model: nn.Module) -> None:
             """In place; logs how many modules were replaced and why others were not."""
-            report = _report(model, name)
+            report = _report(model, name, self.parallel_dims)
             reasons = sorted({f"{site.module_class}: {site.reason}" for site in report.skipped})
             skipped = f"; skipped {'; '.join(reasons)}" if reasons else ""
             if not report.replaced and not optional:

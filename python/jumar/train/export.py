@@ -32,14 +32,12 @@ def _decoder(model: Any, context: int) -> dict[str, Any]:
     """What every decoder's config.json says, from torchtitan's configuration."""
     layer = model.layers[0]
     attention, rope = layer.attention, layer.attention.rope
-    head_dim = attention.head_dim or model.dim // attention.n_heads
+    dense = {"intermediate_size": layer.feed_forward.w1.out_features} if layer.feed_forward is not None else {}
     return {
         "hidden_size": model.dim,
-        "intermediate_size": layer.feed_forward.w1.out_features,
+        **dense,
         "num_hidden_layers": len(model.layers),
         "num_attention_heads": attention.n_heads,
-        "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
-        "head_dim": head_dim,
         "vocab_size": model.vocab_size,
         "max_position_embeddings": context,
         "rms_norm_eps": model.norm.eps,
@@ -55,13 +53,73 @@ def _decoder(model: Any, context: int) -> dict[str, Any]:
     }
 
 
-def _qwen3(model: Any, context: int) -> dict[str, Any]:
+def _heads(model: Any) -> dict[str, Any]:
+    attention = model.layers[0].attention
     return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        **_decoder(model, context),
-        "use_sliding_window": False,
+        "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
+        "head_dim": attention.head_dim or model.dim // attention.n_heads,
     }
+
+
+def _qwen3(model: Any, context: int) -> dict[str, Any]:
+    common = {**_decoder(model, context), **_heads(model), "use_sliding_window": False}
+    moe = model.layers[0].moe
+    if moe is None:
+        return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", **common}
+    router = moe.router
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **common,
+        "moe_intermediate_size": moe.routed_experts.inner_experts.hidden_dim,
+        "num_experts": moe.num_experts,
+        "num_experts_per_tok": router.top_k,
+        "norm_topk_prob": router.route_norm,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _deepseek_v3(model: Any, context: int) -> dict[str, Any]:
+    attention, rope = model.layers[0].attention, model.layers[0].attention.rope
+    moe = next(layer.moe for layer in model.layers if layer.moe is not None)
+    router, width = moe.router, moe.routed_experts.inner_experts.hidden_dim
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        **_decoder(model, context),
+        "num_key_value_heads": attention.n_heads,
+        "q_lora_rank": attention.q_lora_rank or None,
+        "kv_lora_rank": attention.kv_lora_rank,
+        "qk_nope_head_dim": attention.qk_nope_head_dim,
+        "qk_rope_head_dim": attention.qk_rope_head_dim,
+        "v_head_dim": attention.v_head_dim,
+        "rope_interleave": True,
+        "first_k_dense_replace": [layer.moe is None for layer in model.layers].index(False),
+        "moe_intermediate_size": width,
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": moe.shared_experts.w1.out_features // width,
+        "num_experts_per_tok": router.top_k,
+        "n_group": router.num_expert_groups or 1,
+        "topk_group": router.num_limited_groups or 1,
+        "norm_topk_prob": router.route_norm,
+        "routed_scaling_factor": router.route_scale,
+        "num_nextn_predict_layers": 0,
+    }
+    if rope.scaling == "yarn" and rope.rope_factor > 1:
+        scaling = {
+            "rope_type": "yarn",
+            "factor": rope.rope_factor,
+            "beta_fast": rope.beta_fast,
+            "beta_slow": rope.beta_slow,
+            # Equal: the scale is of the softmax alone, cos and sin have none.
+            "mscale": attention.mscale,
+            "mscale_all_dim": attention.mscale,
+            "original_max_position_embeddings": rope.original_seq_len,
+        }
+        config["rope_scaling"] = scaling
+        config["rope_parameters"] = {**scaling, "rope_theta": rope.theta}
+    return config
 
 
 def _llama3(model: Any, context: int) -> dict[str, Any]:
@@ -70,6 +128,7 @@ def _llama3(model: Any, context: int) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **_decoder(model, context),
+        **_heads(model),
         "mlp_bias": False,
     }
     if rope.scaling == "llama":
@@ -85,25 +144,53 @@ def _llama3(model: Any, context: int) -> dict[str, Any]:
     return config
 
 
-_CONFIGS = {"qwen3": _qwen3, "llama3": _llama3}
+_CONFIGS = {"qwen3": _qwen3, "llama3": _llama3, "deepseek_v3": _deepseek_v3}
+# The epsilon of the norms inside latent attention is no part of transformers' configuration.
+_LATENT_EPS = 1e-6
+
+
+def obstacle(name: str, model: Any) -> str | None:
+    """Why transformers has no model that computes what torchtitan's does; None when it has one."""
+    if name not in _CONFIGS:
+        return f"no config.json can be made for {name}; one in model.hf_assets_path is taken"
+    mixtures = [layer.moe for layer in model.layers if getattr(layer, "moe", None) is not None]
+    if not mixtures:
+        return None
+    if name == "qwen3":
+        if len(mixtures) < len(model.layers):
+            return "some layers are dense"
+        if any(moe.load_balance_coeff is not None for moe in mixtures):
+            return "Qwen3MoeForCausalLM has no expert bias; model.load_balance_coeff = 0 trains without one"
+    if name == "deepseek_v3":
+        if any(moe.router.score_func != "sigmoid" for moe in mixtures):
+            return "DeepseekV3ForCausalLM scores experts by sigmoid, this model by softmax"
+        eps = model.layers[0].attention.kv_norm.eps
+        if eps != _LATENT_EPS:
+            return f"DeepseekV3ForCausalLM norms latent keys with an epsilon of {_LATENT_EPS}, this model with {eps}"
+        if getattr(model, "mtp_layers", None):
+            return "layers that predict further tokens are not exported"
+    return None
 
 
 def hf_config(name: str, model: Any, assets: Path | None) -> dict[str, Any] | None:
     """The ``config.json`` of a model: that of the assets folder where there is one, else made from torchtitan's.
 
     Call it before the trainer is built, which shortens the position table to the sequence length of training. None when
-    neither is possible.
+    neither is possible, see :func:`obstacle`.
     """
     if assets is not None and (assets / "config.json").is_file():
         return json.loads((assets / "config.json").read_text(encoding="utf-8"))
-    if name not in _CONFIGS or any(layer.feed_forward is None for layer in model.layers):
-        return None
-    return _CONFIGS[name](model, model.max_seq_len)
+    return None if obstacle(name, model) else _CONFIGS[name](model, model.max_seq_len)
 
 
-def _whole(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+# What chooses experts is no smaller than fp32 anywhere: rounding would choose others.
+_WIDE = "expert_bias_E"
+
+
+def _whole(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype)
+    narrow = tensor.is_floating_point() and not name.endswith(_WIDE)
+    return tensor.detach().to("cpu", dtype if narrow else tensor.dtype)
 
 
 def gather(parts: list[nn.Module], dtype: torch.dtype, pipelined: bool) -> dict[str, Tensor] | None:
@@ -112,7 +199,7 @@ def gather(parts: list[nn.Module], dtype: torch.dtype, pipelined: bool) -> dict[
     Under pipeline parallelism a rank holds its stages only; the first rank collects them.
     """
     weights = {
-        name: _whole(tensor, dtype)
+        name: _whole(name, tensor, dtype)
         for part in parts
         for name, tensor in part.state_dict().items()
     }
@@ -134,7 +221,13 @@ def merge_adapters(
     attention = model.layers[0].attention
     head_dim = getattr(attention, "head_dim", None) or model.dim // attention.n_heads
     added = lora.merged(weights, scaling, head_dim)
-    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in added.items()}
+    return {n: t.to(dtype) if t.is_floating_point() and not n.endswith(_WIDE) else t for n, t in added.items()}
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A tensor that is alone in its memory: the adapter gives experts as parts of one."""
+    alone = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if alone else tensor.contiguous().clone()
 
 
 def write(
@@ -162,7 +255,12 @@ def write(
     config.setdefault("bos_token_id", None)
     config["eos_token_id"] = eos
     config["pad_token_id"] = config.get("pad_token_id", eos)
-    named = {name: tensor.contiguous() for name, tensor in adapter.to_hf(weights).items()}
+    named = {name: _own(tensor) for name, tensor in adapter.to_hf(weights).items()}
+    if config.get("model_type") == "deepseek_v3":
+        for layer in range(config["first_k_dense_replace"], config["num_hidden_layers"]):
+            # A model that was trained without expert bias has none.
+            bias = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
+            named.setdefault(bias, torch.zeros(config["n_routed_experts"]))
     if not named:
         raise JobError("export: torchtitan's adapter gave no weights")
     with replace_folder(folder) as place:

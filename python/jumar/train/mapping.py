@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from jumar.spelling import nearest
 from jumar.train.errors import JobError
 from jumar.train.job import Job
+
+log = logging.getLogger("jumar.train")
 
 #: Stands for every linear layer but the output head, as peft's word does.
 ALL = "all-linear"
@@ -31,9 +34,24 @@ def model_spec(job: Job) -> Any:
             f"model.flavor = {flavor!r} is unknown for {name}{nearest(flavor, known)} (known: {', '.join(known)})"
         )
     spec = models.model_spec(name, flavor)
+    _balance(job, spec)
     if job["lora"]["enable"]:
         _lora(job, spec)
     return spec
+
+
+def _balance(job: Job, spec: Any) -> None:
+    """The rate at which the bias of routers moves, where the job gives one."""
+    from torchtitan.models.common.moe import MoE
+
+    rate = job["model"]["load_balance_coeff"]
+    if rate is None:
+        return
+    mixtures = [moe for _, moe, _, _ in spec.model.traverse(MoE.Config, recurse=True)]
+    if not mixtures:
+        raise JobError(f"model.load_balance_coeff = {rate}: {job['model']['name']} {spec.flavor} has no experts")
+    for moe in mixtures:
+        moe.load_balance_coeff = rate or None
 
 
 def stamp(job: Job, texts: Any) -> dict[str, Any]:
@@ -66,7 +84,17 @@ def _lora(job: Job, spec: Any) -> None:
     from jumar.titan import lora
 
     section = job["lora"]
-    known = lora.targets(spec.model)
+    known, experts = lora.targets(spec.model), lora.experts(spec.model)
+    for name in section["target_modules"]:
+        if name in experts and name not in known:
+            raise JobError(
+                f"lora.target_modules: {name!r} is a part of experts or their router, which adapters do not cover "
+                f"(known: {', '.join(known)}, {ALL})"
+            )
+    if experts:
+        log.warning("experts have no adapters and stay as they are: torchtitan stacks them in one weight")
+        # Their bias too: it is moved after every step.
+        spec.post_optimizer_build_fn = None
     wanted = known if section["target_modules"] == [ALL] else section["target_modules"]
     check_targets(section, known)
     spec.model = lora.convert(spec.model, section["rank"], section["alpha"], wanted)

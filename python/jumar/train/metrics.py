@@ -105,6 +105,11 @@ class JobMetrics(MetricsProcessor):
         if self._pending is not None:
             self._pending["validation_loss"] = loss
 
+    def note(self, values: dict[str, Any]) -> None:
+        """Adds to the record of the step that was logged."""
+        if self._pending is not None:
+            self._pending |= values
+
     def commit(self) -> None:
         """Writes the record of a step, and the progress line."""
         record, self._pending = self._pending, None

@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 from jumar.train import report_plots
+from jumar.train.experts import balance
 from jumar.train.records import settled
 from jumar.train.text import duration
 
@@ -84,6 +85,7 @@ def render(run: dict[str, Any]) -> str:
         _head(run, title, values),
         section("Warnings", *(f'<p class="warning">{text(w)}</p>' for w in run["warnings"])),
         section("Course", _plots(run)),
+        section("Experts", _experts(run["records"])),
         section("How it went", _sessions(run)),
         section("Fused operators", _operators(run), _sites(run)),
         section("Operators in a profiled step", _profile(run)),
@@ -167,6 +169,7 @@ def _plots(run: dict[str, Any]) -> str:
         ("gradient norm", {"gradient norm": curve(records, "grad_norm")}),
         ("learning rate", {"learning rate": curve(records, "lr")}),
         ("tokens per second", {"fused" if eager else "this run": curve(records, "tokens_per_second"), "eager": curve(eager, "tokens_per_second")}),
+        ("busiest expert over the mean", {"mean of layers": curve(records, "expert_balance"), "worst layer": curve(records, "expert_balance_worst")}),
         ("memory, GiB", {"now": curve(records, "memory_bytes", 2**-30), "peak": curve(records, "peak_memory_bytes", 2**-30)}),
     )  # fmt: skip
     figures = [report_plots.draw(curves, name, log=name == "tokens per second" and bool(eager)) for name, curves in plots]
@@ -174,6 +177,28 @@ def _plots(run: dict[str, Any]) -> str:
     if drawn:
         return f'<div class="plots">\n{drawn}\n</div>'
     return "" if not records else '<p class="muted">no plots: matplotlib is not installed</p>'
+
+
+def _experts(records: list[dict[str, Any]]) -> str:
+    """Tokens per expert in the last step that was recorded, a row a layer."""
+    counted = [record for record in records if record.get("tokens_per_expert")]
+    if not counted:
+        return ""
+    last = counted[-1]
+    layers = last["tokens_per_expert"]
+    rows = [
+        [text(name), number(balance(counts), ".3f"), number(max(counts), ","), number(min(counts), ","),
+         number(sum(1 for count in counts if not count), "d")]
+        for name, counts in layers.items()
+    ]  # fmt: skip
+    headings = ("layer", "balance", "most tokens", "fewest", "experts without")
+    width = max(map(len, layers.values()))
+    every = [[text(name), *(number(count, ",") for count in counts), *[""] * (width - len(counts))] for name, counts in layers.items()]
+    return (
+        f'<p class="muted">step {last["step"]}; balance is the busiest expert\'s tokens over the mean: 1 is even</p>'
+        + table(headings, rows, range(5))
+        + details("tokens of every expert", table(("layer", *map(str, range(width))), every, range(width + 1)))
+    )
 
 
 def _sessions(run: dict[str, Any]) -> str:
@@ -307,7 +332,7 @@ _FORMS = {"loss": ".6f", "max_loss": ".6f", "validation_loss": ".6f", "grad_norm
 def _records(records: list[dict[str, Any]]) -> str:
     if not records:
         return '<p class="muted">no step was recorded</p>'
-    names = list(dict.fromkeys(name for record in records for name in record))
+    names = [n for n in dict.fromkeys(name for record in records for name in record) if n != "tokens_per_expert"]
     stride = math.ceil(len(records) / _MOST_ROWS)
     last = len(records) - 1
     shown = [r for i, r in enumerate(records) if i % stride == 0 or i == last]

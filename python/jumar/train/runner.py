@@ -280,6 +280,9 @@ def _train(trainer: Any, prepared: Prepared, world: int) -> dict[str, Any]:
     if job["checkpoint"]["create_seed_checkpoint"]:
         trainer.checkpointer.save(curr_step=0, last_step=True)
         return {"seed_checkpoint": str(job.dump_folder / job["checkpoint"]["folder"])}
+    if prepared.hf_config is None and job["checkpoint"]["export_hf"] and ranks()[0] == 0:
+        reason = export.obstacle(job["model"]["name"], prepared.spec.model)
+        logging.getLogger("jumar.train").warning("no model for transformers will be written: %s", reason)
     modules = titan.count_modules(trainer.model_parts)
     jumar.reset_call_counts()
     trainer.train()

@@ -58,6 +58,13 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
             "jumar: size of a trained tokenizer; not set: the model's vocabulary",
             minimum=257,
         ),
+        Key(
+            "load_balance_coeff",
+            "float",
+            None,
+            "jumar: how far a step moves the bias by which routers choose experts; 0: no bias; not set: the model's own",
+            minimum=0,
+        ),
     ),
     "training": (
         Key("dataset", "str", "jsonl", "jsonl, or a dataset that torchtitan knows (c4, c4_test)"),
@@ -215,7 +222,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
 
 # What an engine has nothing for: an error when it is set to anything but its default.
 _TORCHTITAN_ONLY = {
-    "model": ("flavor", "tokenizer_vocab_size"),
+    "model": ("flavor", "tokenizer_vocab_size", "load_balance_coeff"),
     "training": ("enable_cpu_offload", "gc_freq", "gc_debug", "loss_chunks"),
     "validation": ("dataset",),
     "checkpoint": ("initial_load_model_only", "initial_load_in_hf", "last_save_in_hf", "exclude_from_loading", "create_seed_checkpoint"),

@@ -11,8 +11,9 @@ from jumar.convert.report import Report
 
 
 def _backward(operator: str) -> tuple[str, ...]:
-    info = opinfo.OPERATORS.get(operator)
-    return (f"{operator}_backward",) if info is None else info.backward
+    # An operator of jumar may be the one that computes what the vendor's is known for.
+    info = opinfo.OPERATORS.get(operator) or opinfo.OPERATORS.get(f"npu_{operator}")
+    return tuple(f"{operator}_{end}" for end in ("backward", "grad", "grad_v2")) if info is None else info.backward
 
 
 def rows(report: Report, calls: dict[str, int], modules: dict[str, int] | None = None) -> list[dict[str, Any]]:
@@ -26,7 +27,8 @@ def rows(report: Report, calls: dict[str, int], modules: dict[str, int] | None =
         sites = [site for site in report.sites if site.converter == name]
         used = [site.operator for site in sites if site.status == "replaced"]
         operators = list(dict.fromkeys(used or [site.operator for site in sites]))
-        backward = {part for operator in operators for part in _backward(operator)}
+        either = [part for operator in operators for part in operator.split(" or ")]
+        backward = {part for operator in either for part in _backward(operator)}
         built = counts["replaced"] if modules is None else modules.get(name, 0)
         table.append(
             {
@@ -36,7 +38,7 @@ def rows(report: Report, calls: dict[str, int], modules: dict[str, int] | None =
                 "replaced": counts["replaced"] if built else 0,
                 "skipped": counts["skipped"],
                 "modules": built,
-                "calls": sum(calls.get(operator, 0) for operator in operators),
+                "calls": sum(calls.get(operator, 0) for operator in either),
                 "backward_calls": sum(calls.get(operator, 0) for operator in backward),
             }
         )

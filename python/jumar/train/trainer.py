@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jumar import compat
-from jumar.train import pace, rng
+from jumar.train import experts, pace, rng
 from jumar.train.signals import Stop
 
 compat.apply()
@@ -30,6 +30,7 @@ class JobTrainer(Trainer):
     Attributes:
         stop: set by a signal; read after every step, by all ranks together.
         stopping: the run ends after this step.
+        load: tokens per expert; empty for a model without experts.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -41,6 +42,7 @@ class JobTrainer(Trainer):
         rng.seed(config.debug.seed or 0)
         super().__init__(config)
         self.checkpointer.before_save = self.metrics_processor.sync
+        self.load = experts.ExpertLoad(self.model_parts, self.model_config, self.parallel_dims, self.device)
 
     def batch_generator(self, data_iterable: Iterable) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """torchtitan's. It is called when a checkpoint was loaded and no step begun: all goes on from there."""
@@ -51,13 +53,18 @@ class JobTrainer(Trainer):
 
     def forward_backward_step(self, *, global_valid_tokens: Tensor, **kwargs: Any) -> Tensor:
         """torchtitan's; a batch whose every label is ignored has loss 0, not 0 / 0."""
-        return super().forward_backward_step(global_valid_tokens=global_valid_tokens.clamp(min=1), **kwargs)
+        loss = super().forward_backward_step(global_valid_tokens=global_valid_tokens.clamp(min=1), **kwargs)
+        self.load.read()
+        return loss
 
     def train_step(self, data_iterator: Iterator[tuple[dict[str, Tensor], Tensor]]) -> None:
         pace.step_begins()
         self.checkpointer.raise_failed()
+        self.load.begin()
         with clipping(self.optimizers):
             super().train_step(data_iterator)
+        if self.load and self.metrics_processor.should_log(self.step):
+            self.metrics_processor.note(experts.summary(self.load.total()))
         if self.config.validator.enable and self.validator.due(self.step):
             self.validator.validate(self.model_parts, self.step)
         self.metrics_processor.commit()

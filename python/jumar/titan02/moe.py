@@ -1,0 +1,105 @@
+"""torchtitan 0.2.x's mixture of experts on fused operators: its modules get subclasses with another forward.
+
+Parameters and buffers stay: the count of tokens per expert and the expert bias are what they were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
+
+from jumar import ops
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class FusedGroupedExperts(GroupedExperts):
+    """``w2(silu(w1 x) * w3 x)`` of every expert by ``grouped_matmul`` and ``swiglu_gate_up``, in the dtype of x.
+
+    No copy in padded groups is made. Rows after the last group, which expert parallelism adds, give zeros.
+    """
+
+    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """(gate [E, D, F], up [E, D, F], down [E, F, D]): views of this rank's part of the parameters."""
+        return tuple(_local(part).to(dtype).transpose(1, 2) for part in (self.w1, self.w3, self.w2))
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        *gate_up, down = self.weights(x.dtype)
+        counts = num_tokens_per_expert.to(torch.int64)
+        gated = ops.swiglu_gate_up(*(ops.grouped_matmul(x, w, counts, group_list_type=1) for w in gate_up))
+        return ops.grouped_matmul(gated, down, counts, group_list_type=1)
+
+
+class FusedRouter(TokenChoiceTopKRouter):
+    """Scores, groups, choice and weights of experts by ``router_top_k``, their tokens by ``expert_counts``."""
+
+    def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        weights, ids, _ = ops.router_top_k(
+            self.gate(x),
+            self.top_k,
+            scoring=self.score_func,
+            renorm=self.route_norm,
+            bias=expert_bias,
+            n_group=self.num_expert_groups or 1,
+            topk_group=self.num_limited_groups or 1,
+            scale=self.route_scale,
+            eps=1e-20,
+            wide_weights=True,
+        )
+        return weights, ids, ops.expert_counts(ids, self.num_experts)
+
+
+class FusedMoE(MoE):
+    """Rows in expert order by ``npu_moe_token_permute``, their weighted sums by ``npu_moe_token_unpermute``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        scores, ids, counts = self.router(rows, self.expert_bias)
+        with torch.no_grad():
+            self.tokens_per_expert.add_(counts)
+        shared = self.shared_experts(rows) if self.shared_experts is not None else None
+        out = self._routed(rows, scores, ids, counts)
+        return (out if shared is None else shared + out).view(x.shape)
+
+    def _routed(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+        rows, positions = ops.npu_moe_token_permute(x, ids)
+        if self.score_before_experts:
+            by_row, _ = ops.npu_moe_token_permute(scores.reshape(-1, 1), ids.reshape(-1))
+            rows = (rows.float() * by_row).to(x.dtype)
+            scores = torch.ones_like(scores)
+        return ops.npu_moe_token_unpermute(self.experts(rows, counts), positions, scores).to(x.dtype)
+
+
+#: For a converter, the class that it looks at, the one that it gives, and the operator.
+_FORMS = {
+    "npu_gmm": (GroupedExperts, FusedGroupedExperts, "grouped_matmul"),
+    "npu_permute": (MoE, FusedMoE, "npu_moe_token_permute"),
+    "npu_router": (TokenChoiceTopKRouter, FusedRouter, "router_top_k"),
+}
+
+
+def operator(name: str) -> str | None:
+    """The operator of a converter; None for one that has nothing to do with experts."""
+    return _FORMS[name][2] if name in _FORMS else None
+
+
+def fused_class(name: str, module: nn.Module, parallel_dims: Any) -> type | str | None:
+    """The class to give a module; why there is none, as text; None where the converter has nothing to say."""
+    target, fused, _ = _FORMS[name]
+    if not isinstance(module, target):
+        return None
+    if isinstance(module, fused):
+        return "already converted"
+    if type(module) is not target:
+        return f"{type(module).__qualname__} computes more than {target.__qualname__}"
+    if getattr(module, "_debug_force_load_balance", False):
+        return "_debug_force_load_balance routes by position, not by scores"
+    if name == "npu_permute" and parallel_dims.tp_enabled and parallel_dims.ep_enabled and parallel_dims.etp == 1:
+        return "its tensor-parallel ranks share out the tokens, which the module's own reordering does"
+    return fused
