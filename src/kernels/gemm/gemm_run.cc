@@ -19,6 +19,7 @@ constexpr int64_t kTileCols = 512;
 constexpr int64_t kSkew = 16;                  // keeps rows of accumulators off the same cache set
 constexpr int64_t kMaxDepth = 2048;            // the run of K that is packed at a time
 constexpr int64_t kMaxOperandBytes = 8 << 20;  // of one packed operand
+constexpr int64_t kPanels = 8;                 // that one task packs
 constexpr int64_t kSerialPack = 1 << 15;       // elements that are not worth a second thread
 constexpr int64_t kSerialProduct = 1 << 17;    // multiply-adds, likewise
 
@@ -112,10 +113,11 @@ class Product {
   }
 
   void Pack(int64_t q, int64_t q_end, int64_t i, int64_t m, char* a, int64_t j, int64_t n, char* b) const {
-    // A unit is up to kPanels panels of one K block.
-    constexpr int64_t kPanels = 8;
-    const int64_t a_units = CeilDiv(m, kPanels * kernel_.mr);
-    const int64_t b_units = CeilDiv(n, kPanels * kernel_.nr);
+    // A unit is some panels of one K block. Where rows are adjacent, long runs of them are read for each k.
+    const int64_t a_panels = a_.row_stride == 1 ? 4 * kPanels : kPanels;
+    const int64_t b_panels = b_.row_stride == 1 ? 2 * kPanels : kPanels;
+    const int64_t a_units = CeilDiv(m, a_panels * kernel_.mr);
+    const int64_t b_units = CeilDiv(n, b_panels * kernel_.nr);
     const int64_t blocks = q_end - q;
     const int64_t units = a_units + b_units;
     const bool serial = (m + n) * blocks * kc_ < kSerialPack;
@@ -124,12 +126,13 @@ class Product {
       const int64_t u = unit % units;
       const bool is_a = u < a_units;
       const int64_t width = is_a ? kernel_.mr : kernel_.nr;
-      const int64_t first = (is_a ? u : u - a_units) * kPanels;
+      const int64_t panels = is_a ? a_panels : b_panels;
+      const int64_t first = (is_a ? u : u - a_units) * panels;
       const int64_t all = is_a ? m : n;
       GemmPack p;
       p.operand = is_a ? &a_ : &b_;
       p.row = (is_a ? i : j) + first * width;
-      p.rows = std::min(kPanels * width, all - first * width);
+      p.rows = std::min(panels * width, all - first * width);
       p.k = KOf(q + block);
       p.kc = KCount(q + block);
       p.panel = is_a ? a_panel_ : b_panel_;

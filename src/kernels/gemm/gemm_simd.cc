@@ -32,6 +32,7 @@ constexpr int kMR = 6;
 // Elements of A and of B that are fetched ahead: far enough for the last-level cache, and across the gaps that a
 // hardware prefetcher leaves at page borders.
 constexpr int kAhead = 512;
+constexpr size_t kLine = 64;
 
 // c[kRows x 2 vectors] (+)= sum over k of a[k][0..kRows) x b[k][..]. One accumulator per element, k ascending.
 template <int kRows, typename T>
@@ -52,12 +53,12 @@ HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_
   }
   JUMAR_GEMM_ROWS(JUMAR_X)
 #undef JUMAR_X
-  for (int64_t k = 0; k < kc; ++k) {
+  const auto step = [&]() HWY_ATTR {
     const auto b0 = hn::LoadU(d, b);
     const auto b1 = hn::LoadU(d, b + lanes);
-    hwy::Prefetch(a + kAhead);
     hwy::Prefetch(b + kAhead);
-    hwy::Prefetch(b + kAhead + lanes);
+    // A second line of B where two vectors are longer than one.
+    if constexpr (2 * hn::MaxLanes(d) * sizeof(T) > kLine) hwy::Prefetch(b + kAhead + lanes);
 #define JUMAR_X(i)                     \
   if constexpr (i < kRows) {           \
     const auto ai = hn::Set(d, a[i]);  \
@@ -68,7 +69,15 @@ HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_
 #undef JUMAR_X
     a += kMR;
     b += 2 * lanes;
+  };
+  // Steps of k whose elements of A fill about one cache line.
+  constexpr int64_t kUnroll = kMR * sizeof(T) >= kLine ? 1 : 2;
+  int64_t k = 0;
+  for (; k + kUnroll <= kc; k += kUnroll) {
+    hwy::Prefetch(a + kAhead);
+    for (int64_t u = 0; u < kUnroll; ++u) step();
   }
+  for (; k < kc; ++k) step();
   if (accumulate) {
 #define JUMAR_X(i)                                         \
   if constexpr (i < kRows) {                               \
@@ -108,11 +117,18 @@ void Multiply(const GemmBlock& block) {
   const T* b = static_cast<const T*>(block.b);
   T* c_col = static_cast<T*>(block.c);
   HWY_ALIGN T edge[kMR * 2 * HWY_MAX_BYTES / sizeof(T)];
+  // While a B panel is in use, the next one comes nearer, a few lines a call; not worth it where calls are few.
+  const int64_t calls = (block.m + kMR - 1) / kMR;
+  constexpr int64_t kPerLine = kLine / sizeof(T);
+  const int64_t ahead = calls < 8 ? 0 : (block.kc * nr + kPerLine * calls - 1) / (kPerLine * calls) * kPerLine;
   for (int64_t j = 0; j < block.n; j += nr, b += block.b_panel, c_col += nr) {
     const int64_t cols = std::min(nr, block.n - j);
     const T* a = static_cast<const T*>(block.a);
     T* c = c_col;
+    const T* next = b + block.b_panel;
     for (int64_t i = 0; i < block.m; i += kMR, a += block.a_panel, c += kMR * block.ldc) {
+      for (int64_t t = 0; t < ahead; t += kPerLine) __builtin_prefetch(next + t, 0, 2);
+      next += ahead;
       const int64_t rows = std::min<int64_t>(kMR, block.m - i);
       const MicroKernelPtr<T> kernel = KernelForRows<T>(rows);
       if (cols == nr) {
