@@ -17,7 +17,7 @@ help:
 	@echo "make build        build and install into $(VENV)"
 	@echo "make bench        operators and the 4-layer training step against eager and Inductor"
 	@echo "make bench-quick  one large shape an operator and dtype, in under five minutes"
-	@echo "make performance  measure for docs/performance.md, in under ten; EMULATE=avx2 for its AVX2 section"
+	@echo "make performance  measure for docs/performance.md, in under ten; EMULATE=avx2 for a section held to it"
 	@echo "make mutate       flip terms in kernels one at a time: each must turn a test red"
 	@echo "make format       clang-format and ruff, in place"
 	@echo "make test-long    exhaustive and slow tests"

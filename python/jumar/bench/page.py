@@ -11,7 +11,6 @@ The latest run of `jumar bench`, made into a page by `tools/performance` from th
 These machines are shared: ratios and percentages mean something, milliseconds do not. How everything is measured:
 [benchmarks](benchmarks.md). On your machine: `make performance`, under ten minutes on two cores.
 """
-_TITLES = {"native": "This machine's own instruction set", "avx2": "Held to AVX2"}
 
 
 def _read(path: Path) -> list[dict[str, str]]:
@@ -103,12 +102,11 @@ def steps(rows: list[dict[str, str]]) -> str:
 
 
 def render(folder: Path) -> str:
-    """The page for the sub-folders of ``folder`` that hold CSV files."""
+    """The page for the sub-folders of ``folder`` that hold CSV files: one section an instruction set."""
     text = _HEAD
-    for name, title in _TITLES.items():
-        measured = folder / name / "operators.csv"
-        if not measured.exists():
-            continue
+    for measured in sorted(folder.glob("*/operators.csv")):
+        name = measured.parent.name
+        title = name.upper() if not name.endswith("-held") else f"Held to {name.removesuffix('-held').upper()}"
         rows = _read(measured)
         text += f"\n## {title}\n\n{machine_text(rows[0])}\n\n{operators(rows)}"
         if (folder / name / "operators.png").exists():
