@@ -6,6 +6,7 @@
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
 #include "hwy/cache_control.h"
+#include "kernels/optimizer/adamw_f32-inl.h"
 #include "simd/f64_io-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -162,6 +163,42 @@ AdamWBlockPointers Further(const AdamWBlockPointers& p, size_t i) {
   return q;
 }
 
+// fp32 tensors. Runs wait in L1 between moments and parameters: one chain of operations a vector would leave the CPU
+// idle.
+void Block32(const AdamWConstants& constants, const AdamWBlockPointers& p, size_t n) {
+  const AdamWConstants exact = constants;
+  const AdamWPairs c(exact);
+  const hn::ScalableTag<float> d;
+  const size_t lanes = hn::Lanes(d);
+  const float* grad = static_cast<const float*>(p.grad);
+  const float* param = static_cast<const float*>(p.param);
+  const float* avg = static_cast<const float*>(p.exp_avg);
+  const float* avg_sq = static_cast<const float*>(p.exp_avg_sq);
+  float* avg_out = static_cast<float*>(p.exp_avg_out);
+  float* avg_sq_out = static_cast<float*>(p.exp_avg_sq_out);
+  float* param_out = static_cast<float*>(p.param_out);
+  AdamWRun run;
+  size_t at = 0;
+  while (at + lanes <= n) {
+    const size_t count = HWY_MIN(AdamWRun::kRun, n - at) / lanes * lanes;
+    for (size_t i = 0; i < count; i += lanes) {
+      const size_t k = at + i;
+      hwy::Prefetch(grad + k + AdamWRun::kRun);
+      hwy::Prefetch(avg + k + AdamWRun::kRun);
+      hwy::Prefetch(avg_sq + k + AdamWRun::kRun);
+      const bool good = MomentsF32(d, c, grad + k, avg + k, avg_sq + k, avg_out + k, avg_sq_out + k, i, run);
+      run.done[i / lanes] = !good;
+      if (HWY_UNLIKELY(!good)) BlockT<float>(exact, Further<float>(p, k), lanes);
+    }
+    for (size_t i = 0; i < count; i += lanes) {
+      hwy::Prefetch(param + at + i + AdamWRun::kRun);
+      if (!run.done[i / lanes]) ParamF32(d, c, exact, run, i, param + at + i, param_out + at + i);
+    }
+    at += count;
+  }
+  if (at < n) BlockT<float>(exact, Further<float>(p, at), n - at);
+}
+
 // 16-bit tensors in fp32. A vector goes through fp64 instead where an error could show: a difference (lerp, or param -
 // update) below kShare of its operands, or roots out of the range of fp32. The error before rounding is then below
 // 2^-6 ulp. False for those.
@@ -280,7 +317,7 @@ void Block(DType dtype, const AdamWConstants& c, const AdamWBlockPointers& p, in
     case DType::kF64:
       return BlockT<double>(c, p, count);
     default:
-      return BlockT<float>(c, p, count);
+      return kFused && p.maximum == nullptr && AdamWPairs::Hold(c) ? Block32(c, p, count) : BlockT<float>(c, p, count);
   }
 }
 
