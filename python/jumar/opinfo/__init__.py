@@ -34,6 +34,25 @@ PARTS = {
     "separate_matmul": ("y[i] = x[i] · W[i] + b[i]", "docs/ops/grouped_matmul.md"),
     "npu_grouped_matmul_add": ("input[g] + xᵀ · weight, over the rows of group g", "docs/ops/npu_grouped_matmul.md"),
     "npu_grouped_matmul_add_": ("npu_grouped_matmul_add in place", "docs/ops/npu_grouped_matmul.md"),
+    "expert_counts": ("how many ids name each expert", "docs/ops/npu_moe_token_permute.md"),
+    "_npu_moe_token_unpermute": (
+        "npu_moe_token_unpermute with a second, empty result",
+        "docs/ops/npu_moe_token_permute.md",
+    ),
+    "moe_permute_map": (
+        "the body of npu_moe_token_permute_with_routing_map",
+        "docs/ops/npu_moe_token_permute_with_routing_map.md",
+    ),
+    "moe_unpermute_map": (
+        "the body of npu_moe_token_unpermute_with_routing_map",
+        "docs/ops/npu_moe_token_permute_with_routing_map.md",
+    ),
+    "_npu_moe_token_unpermute_with_routing_map": (
+        "npu_moe_token_unpermute_with_routing_map with what its gradient takes",
+        "docs/ops/npu_moe_token_permute_with_routing_map.md",
+    ),
+    "moe_init_routing_v2": ("the body of npu_moe_init_routing_v2", "docs/ops/npu_moe_init_routing.md"),
+    "moe_re_routing": ("the body of npu_moe_re_routing", "docs/ops/npu_moe_init_routing.md"),
     "apply_adam_w_": ("the body of npu_apply_adam_w", "docs/ops/npu_apply_adam_w.md"),
     "grad_power_sums": ("Σ |x|^p over lists of tensors, for clip_grad_norm_", "docs/optim.md"),
     "scale_grads_": ("x = x · factor for lists of tensors, for clip_grad_norm_", "docs/optim.md"),

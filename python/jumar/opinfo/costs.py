@@ -258,8 +258,91 @@ def _scale(grads: list[Arg], *_: Any) -> Cost:
     return Cost(sum(2 * t.dense for t in grads))
 
 
+def _given(*arguments: Arg | None) -> float:
+    """Bytes of arguments of which some may be left out."""
+    return sum(a.bytes for a in arguments if a is not None)
+
+
+def _slots(rows: float, x: Arg, *read: Arg | None) -> Cost:
+    """``read`` once, and ``rows`` rows of x's width written."""
+    return Cost(_given(*read) + rows * x.shape[-1] * x.item)
+
+
+def _moe_permute(x: Arg, indices: Arg, rows: int | None = None, *_: Any) -> Cost:
+    kept = indices.numel
+    if rows:
+        kept = min(rows, kept) if rows > 0 else kept + rows
+    return _slots(kept, x, x, indices) + Cost(4 * indices.numel)
+
+
+def _moe_unpermute(rows: Arg, indices: Arg, probs: Arg | None = None, *_: Any) -> Cost:
+    tokens = indices.numel if probs is None else probs.shape[0]
+    return _slots(tokens, rows, rows, indices, probs)
+
+
+def _moe_unpermute_grad(rows: Arg, grad: Arg, indices: Arg, probs: Arg | None = None, *_: Any) -> Cost:
+    weights = 0 if probs is None else probs.dense + rows.bytes
+    return _slots(rows.shape[0], rows, grad, indices, probs) + Cost(weights)
+
+
+def _moe_unpermute_grad_v2(grad: Arg, indices: Arg, rows: int, dtype: Any, probs: Arg | None = None, *rest: Any) -> Cost:
+    weights = 0 if probs is None else probs.dense + rest[-1].bytes
+    return _slots(rows, grad, grad, indices, probs) + Cost(weights)
+
+
+def _moe_permute_map(x: Arg, routing_map: Arg, probs: Arg | None, n: int | None, drop: bool) -> Cost:
+    groups = routing_map.shape[1 if drop else 0]
+    rows = (x.shape[0] if n is None else n) // max(1, groups) * groups
+    return _slots(rows, x, x, routing_map) + Cost(rows * (4 + 2 * (probs.item if probs else 0)))
+
+
+def _moe_permute_map_grad(grad: Arg, probs: Arg | None, indices: Arg, routing_map: Arg, experts: int, tokens: int, *_: Any) -> Cost:
+    cells = tokens * experts * probs.item if probs else 0
+    return _slots(tokens, grad, grad, probs, indices, routing_map) + Cost(cells)
+
+
+def _moe_unpermute_map(rows: Arg, indices: Arg, shape: list[int], probs: Arg | None, *rest: Any) -> Cost:
+    return _slots(shape[0], rows, rows, indices, probs, rest[0]) + Cost(8 * indices.numel)
+
+
+def _moe_unpermute_map_grad(grad: Arg, index: Arg, ids: Arg, routing_map: Arg | None, rows: Arg | None, probs: Arg | None, *_: Any) -> Cost:
+    read = (grad, index, ids, routing_map, probs, rows if probs else None)
+    return _slots(index.numel, grad, *read) + Cost(probs.numel * grad.item if probs else 0)
+
+
+def _moe_init(x: Arg, row_idx: Arg, ids: Arg, active: int) -> Cost:
+    return _slots(min(active, x.shape[0]) * ids.shape[1], x, x, row_idx, ids) + Cost(8 * ids.numel)
+
+
+def _moe_init_v2(x: Arg, ids: Arg, *_: Any) -> Cost:
+    return _slots(ids.numel, x, x, ids) + Cost(4 * ids.numel)
+
+
+def _moe_init_grad(grad: Arg, index: Arg, tokens: int, *_: Any) -> Cost:
+    return _slots(tokens, grad, grad, index)
+
+
+def _moe_finalize(rows: Arg, skip1: Arg | None, skip2: Arg | None, bias: Arg | None, scales: Arg | None, index: Arg, ids: Arg | None, *rest: Any) -> Cost:
+    tokens = scales.shape[0] if scales else index.numel // ((rest[1] if len(rest) > 1 else 1) or 1)
+    return _slots(tokens, rows, rows, skip1, skip2, bias, scales, index, ids)
+
+
+def _moe_finalize_grad(grad: Arg, rows: Arg, bias: Arg | None, scales: Arg | None, index: Arg, ids: Arg | None, *_: Any) -> Cost:
+    read = (grad, index, ids) if scales is None else (grad, rows, bias, scales, index, ids)
+    return Cost(_given(*read) + rows.dense + (bias.dense if bias else 0) + (scales.dense if scales else 0))
+
+
+def _moe_re_routing(x: Arg, counts: Arg, scales: Arg | None, *_: Any) -> Cost:
+    return Cost(x.bytes + x.dense + counts.bytes + 4 * x.shape[0] + (2 * scales.bytes if scales else 0))
+
+
 #: Operators in Python that call others of jumar: those have the cost.
 COMPOSITES = (
+    "npu_moe_token_permute_with_routing_map",
+    "npu_moe_token_unpermute_with_routing_map",
+    "_npu_moe_token_unpermute_with_routing_map",
+    "npu_moe_init_routing_v2",
+    "npu_moe_re_routing",
     "npu_apply_adam_w",
     "npu_grouped_matmul",
     "npu_grouped_matmul_add",
@@ -298,6 +381,25 @@ FUSED_COSTS: dict[str, Formula] = {
     "grouped_matmul_list_wgrad": _grouped_wgrad,
     "grouped_matmul_add_": _grouped_add,
     "separate_matmul": _separate,
+    "npu_moe_token_permute": _moe_permute,
+    "npu_moe_token_permute_grad": lambda x, grad, ids, index, *_: _slots(x.shape[0], x, grad, index),
+    "npu_moe_token_permute_grad_v2": _moe_init_grad,
+    "npu_moe_token_unpermute": _moe_unpermute,
+    "_npu_moe_token_unpermute": _moe_unpermute,
+    "npu_moe_token_unpermute_grad": _moe_unpermute_grad,
+    "npu_moe_token_unpermute_grad_v2": _moe_unpermute_grad_v2,
+    "moe_permute_map": _moe_permute_map,
+    "npu_moe_token_permute_with_routing_map_grad": _moe_permute_map_grad,
+    "moe_unpermute_map": _moe_unpermute_map,
+    "npu_moe_token_unpermute_with_routing_map_grad": _moe_unpermute_map_grad,
+    "npu_moe_init_routing": _moe_init,
+    "moe_init_routing_v2": _moe_init_v2,
+    "moe_init_routing_grad": _moe_init_grad,
+    "npu_moe_finalize_routing": _moe_finalize,
+    "moe_finalize_routing_grad": _moe_finalize_grad,
+    "moe_re_routing": _moe_re_routing,
+    "moe_re_routing_grad": lambda grad, index: Cost(grad.bytes + grad.dense + index.bytes),
+    "expert_counts": lambda indices, experts: Cost(indices.bytes + 8 * experts),
     "linear_cross_entropy": _head_loss,
     "linear_cross_entropy_backward": _head_loss_backward,
     "npu_cross_entropy_loss": _class_loss,

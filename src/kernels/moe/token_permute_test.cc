@@ -2,7 +2,8 @@
 
 #include "base/slot_sort.h"
 #include "gtest/gtest.h"
-#include "kernels/moe/moe_test_util.h"
+#include "kernels/moe/moe_ref.h"
+#include "testing/sums.h"
 
 namespace jumar::testing {
 namespace {

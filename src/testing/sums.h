@@ -1,16 +1,15 @@
-// What the tests of this family share.
+// Integer and strided operands, aligned memory, and sums that are judged by the magnitudes of their terms.
 #pragma once
 
-#include <cstring>
+#include <cmath>
 #include <string>
 #include <vector>
 
-#include "kernels/moe/moe_ref.h"
 #include "testing/test_util.h"
 
 namespace jumar::testing {
 
-inline Buffer IntBuffer(DType dtype, const std::vector<int64_t>& sizes, const Ints& values) {
+inline Buffer IntBuffer(DType dtype, const std::vector<int64_t>& sizes, const std::vector<int64_t>& values) {
   Buffer buffer(dtype, sizes);
   buffer.Fill([&](int64_t i) { return static_cast<double>(values[static_cast<size_t>(i)]); });
   return buffer;
@@ -45,9 +44,11 @@ class Aligned {
   std::vector<uint8_t> memory_;
 };
 
-// Within half an ulp and a bit of the dtype (1 ulp for 32 and 64 bits) plus `terms` eps of the terms' magnitudes, where
-// eps is that of what rows of dtype `rows` are computed in.
-inline void ExpectSums(const Buffer& actual, const Sums& expected, double terms, const std::string& what, DType rows) {
+// `expected` has value and terms, the sums and those of their terms' magnitudes. Within half an ulp and a bit of the
+// dtype (1 ulp for 32 and 64 bits) plus `terms` eps of the magnitudes, where eps is that of what rows of dtype `rows`
+// are computed in.
+template <typename Sums>
+void ExpectSums(const Buffer& actual, const Sums& expected, double terms, const std::string& what, DType rows) {
   const DType dtype = actual.view().dtype;
   const bool wide = rows == DType::kF64;
   ASSERT_EQ(actual.numel(), static_cast<int64_t>(expected.value.size())) << what;
