@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jumar.opinfo import cases, formulas, grouped, losses, moe, optimizers
+from jumar.opinfo import cases, formulas, grouped, losses, moe, optimizers, routers
 from jumar.opinfo.spec import (
     MULTIPLIES,
     STREAMS,
@@ -163,5 +163,13 @@ _TABLE = (
 
 #: name -> entry, in the order of the README.
 OPERATORS: dict[str, OpInfo] = {
-    info.name: info for info in (*_TABLE, *grouped.ENTRIES, *moe.ENTRIES, *losses.ENTRIES, *optimizers.ENTRIES)
+    info.name: info
+    for info in (
+        *_TABLE,
+        *grouped.ENTRIES,
+        *moe.ENTRIES,
+        *routers.ENTRIES,
+        *losses.ENTRIES,
+        *optimizers.ENTRIES,
+    )
 }

@@ -86,16 +86,15 @@ void Balance(const RowMap& logits, const RowMap* mask, int64_t top_k, int64_t be
   C* p = frame.Alloc<C>(static_cast<int64_t>(padded));
   C* sums = frame.Alloc<C>(static_cast<int64_t>(padded));
   int32_t* chosen = frame.Alloc<int32_t>(top_k);
+  RouterOptions options;
+  options.k = top_k;
   for (int64_t block = begin; block < end; block += kSummed) {
     std::fill_n(sums, padded, C(0));
     for (int64_t row = block; row < std::min(block + kSummed, end); ++row) {
       const double m = MaskAt(mask, row);
       if (m == 0) continue;
       const C* x = Wide(d, logits, row, -std::numeric_limits<C>::infinity(), buffer);
-      const C max = MaxOrNaN(d, x, padded);
-      RouterOptions options;
-      options.k = top_k;
-      ChooseByLogits(d, x, max, n, options, scratch, p, chosen);
+      const C max = ChooseByLogits(d, x, n, options, scratch, p, chosen);
       for (size_t j = 0; j < k; ++j) tokens[chosen[j]] += m;
       C share = std::numeric_limits<C>::quiet_NaN();
       if (Finite(max)) {

@@ -98,7 +98,7 @@ HWY_INLINE C Sum(D d, const C* x, size_t padded) {
 template <typename C>
 HWY_INLINE void Gather(const C* x, const int32_t* chosen, size_t k, size_t padded, C pad, C* w) {
   for (size_t j = 0; j < k; ++j) w[j] = x[chosen[j]];
-  std::fill(w + k, w + padded, pad);
+  for (size_t j = k; j < padded; ++j) w[j] = pad;
 }
 
 HWY_INLINE void StoreIndices(const RowMap& map, int64_t row, const int32_t* chosen, size_t k, int64_t finished) {
@@ -108,6 +108,16 @@ HWY_INLINE void StoreIndices(const RowMap& map, int64_t row, const int32_t* chos
   } else {
     int32_t* out = static_cast<int32_t*>(OutRowOf(map, row));
     for (size_t j = 0; j < k; ++j) out[j] = finished >= 0 ? static_cast<int32_t>(finished) : chosen[j];
+  }
+}
+
+HWY_INLINE void LoadIndices(const RowMap& map, int64_t row, size_t k, int32_t* chosen) {
+  if (map.dtype == DType::kI64) {
+    const int64_t* from = static_cast<const int64_t*>(RowOf(map, row));
+    for (size_t j = 0; j < k; ++j) chosen[j] = static_cast<int32_t>(from[j]);
+  } else {
+    const int32_t* from = static_cast<const int32_t*>(RowOf(map, row));
+    for (size_t j = 0; j < k; ++j) chosen[j] = from[j];
   }
 }
 
@@ -141,7 +151,12 @@ void Route(const RouteBatch& b, int64_t begin, int64_t end) {
   const bool chosen_only = by_logits && o.renorm && b.scores == nullptr && Negligible(o, b.logits.cols);
   for (int64_t row = begin; row < end; ++row) {
     const C* x = Wide(d, b.logits, row, -inf, buffer);
-    const C max = softmax ? MaxOrNaN(d, x, padded) : C(0);
+    C max = 0;
+    if (by_logits) {
+      max = ChooseByLogits(d, x, n, o, scratch, choice, chosen);
+    } else if (softmax) {
+      max = MaxOrNaN(d, x, padded);
+    }
     if (!softmax) {
       for (size_t i = 0; i < padded; i += hn::Lanes(d)) hn::StoreU(SigmoidOf(d, hn::LoadU(d, x + i)), d, s + i);
     } else if (!Finite(max)) {
@@ -150,9 +165,7 @@ void Route(const RouteBatch& b, int64_t begin, int64_t end) {
       const C sum = Exponentials(d, x, max, s, padded);
       Scale(d, s, C(1) / sum, padded);
     }
-    if (by_logits) {
-      ChooseByLogits(d, x, max, n, o, scratch, choice, chosen);
-    } else {
+    if (!by_logits && k > 0) {
       Choices(d, s, n, bias, o, scratch, group_score, kept, choice);
       TopK(d, choice, n, k, scratch, chosen);
     }
@@ -212,12 +225,8 @@ void RouteGrad(const RouteGradBatch& b, int64_t begin, int64_t end) {
     const C* x = Wide(d, b.source, row, b.from_scores ? C(0) : -inf, buffer);
     const bool whole_softmax = softmax && !b.from_scores;
     const C max = whole_softmax ? MaxOrNaN(d, x, padded) : C(0);
-    for (size_t j = 0; j < k; ++j) {
-      const void* indices = RowOf(b.indices, row);
-      chosen[j] = b.indices.dtype == DType::kI64 ? static_cast<int32_t>(static_cast<const int64_t*>(indices)[j])
-                                                 : static_cast<const int32_t*>(indices)[j];
-    }
-    if (k > 0 && chosen[0] == static_cast<int32_t>(n)) ChooseByLogits(d, x, max, n, o, scratch, s_buffer, chosen);
+    LoadIndices(b.indices, row, k, chosen);
+    if (k > 0 && chosen[0] == static_cast<int32_t>(n)) ChooseByLogits(d, x, n, o, scratch, s_buffer, chosen);
     if (!Finite(max)) {
       std::fill_n(s_buffer, padded, std::numeric_limits<C>::quiet_NaN());
       Narrow(d, s_buffer, b.dlogits.dtype, OutRowOf(b.dlogits, row), n);
@@ -267,10 +276,13 @@ void RouteGrad(const RouteGradBatch& b, int64_t begin, int64_t end) {
         mean = sum_dp / over;
         through = lost ? C(0) : mean / over * static_cast<C>(o.eps);
       }
-      for (size_t j = 0; j < k; ++j) {
-        const C arrives = (scale * g[j] - mean) / over;
-        u[chosen[j]] += dense ? arrives : slope[j] * arrives;
+      const auto minus = hn::Set(d, mean);
+      const auto inverse = hn::Set(d, C(1) / over);
+      for (size_t j = 0; j < padded_k; j += hn::Lanes(d)) {
+        const auto arrives = hn::Mul(hn::MulSub(hn::Set(d, scale), hn::LoadU(d, g + j), minus), inverse);
+        hn::StoreU(dense ? arrives : hn::Mul(arrives, hn::LoadU(d, slope + j)), d, slope + j);
       }
+      for (size_t j = 0; j < k; ++j) u[chosen[j]] += slope[j];
     }
     if (!dense) {
       Narrow(d, u, b.dlogits.dtype, OutRowOf(b.dlogits, row), n);

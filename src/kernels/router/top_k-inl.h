@@ -1,6 +1,9 @@
 // The k largest of a row, in order, without sorting the row.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <functional>
+#include <type_traits>
 
 #include "base/scratch.h"
 #include "kernels/router/router.h"
@@ -13,18 +16,21 @@ namespace jumar {
 // Up to so many candidates are ordered by counting, for each one, those before it.
 inline constexpr size_t kCounted = 64;
 
+template <typename C>
+using SignedOf = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
+
 // Working memory of TopK for rows of up to `padded` elements, a multiple of `lanes`.
 template <typename C>
 struct TopKScratch {
   TopKScratch(ScratchFrame& frame, size_t padded, size_t lanes)
       : maxima(frame.Alloc<C>(static_cast<int64_t>(padded))),
         keys(frame.Alloc<C>(static_cast<int64_t>(padded + kCounted + lanes))),
-        ranks(frame.Alloc<C>(static_cast<int64_t>(kCounted + lanes))),
+        ranks(frame.Alloc<SignedOf<C>>(static_cast<int64_t>(kCounted + lanes))),
         ids(frame.Alloc<int32_t>(static_cast<int64_t>(padded + kCounted + lanes))),
         order(frame.Alloc<int32_t>(static_cast<int64_t>(padded + kCounted + lanes))) {}
   C* maxima;
   C* keys;
-  C* ranks;
+  SignedOf<C>* ranks;
   int32_t* ids;
   int32_t* order;
 };
@@ -44,6 +50,13 @@ namespace jumar {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+// counts + 1 where the mask is true.
+template <class D, class V, class M>
+HWY_INLINE V CountTrue(D d, V counts, M mask) {
+  const hn::RebindToSigned<D> di;
+  return hn::Sub(counts, hn::BitCast(di, hn::VecFromMask(d, mask)));
+}
+
 // A number that at least k of the first `padded` elements reach and that is not above the k-th largest: the k-th
 // largest of the maxima of disjoint classes. At least 2k classes where there are so many elements, so that few others
 // reach it.
@@ -51,32 +64,38 @@ template <class D, typename C = hn::TFromD<D>>
 HWY_INLINE C TopKBound(D d, const C* x, size_t padded, size_t k, C* maxima) {
   const size_t lanes = hn::Lanes(d);
   const size_t classes = std::min((2 * k + lanes - 1) / lanes * lanes, padded);
+  auto nan = hn::Zero(d);
   for (size_t c = 0; c < classes; c += lanes) {
     auto max = hn::LoadU(d, x + c);
-    for (size_t i = c + classes; i < padded; i += classes) max = hn::Max(max, hn::LoadU(d, x + i));
+    nan = hn::Or(nan, hn::VecFromMask(d, hn::IsNaN(max)));
+    for (size_t i = c + classes; i < padded; i += classes) {
+      const auto v = hn::LoadU(d, x + i);
+      max = hn::Max(max, v);
+      nan = hn::Or(nan, hn::VecFromMask(d, hn::IsNaN(v)));
+    }
     hn::StoreU(max, d, maxima + c);
   }
+  if (!hn::AllFalse(d, hn::MaskFromVec(nan))) return std::numeric_limits<C>::quiet_NaN();
   if (classes > 2 * kCounted) {
     std::nth_element(maxima, maxima + k - 1, maxima + classes, std::greater<C>());
     return maxima[k - 1];
   }
   // The smallest with fewer than k above it.
-  const auto one = hn::Set(d, C(1));
-  const auto limit = hn::Set(d, static_cast<C>(k));
+  const hn::RebindToSigned<D> di;
+  const auto limit = hn::Set(di, static_cast<SignedOf<C>>(k));
   const auto inf = hn::Set(d, std::numeric_limits<C>::infinity());
   auto bound = inf;
   for (size_t c = 0; c < classes; c += lanes) {
     const auto m = hn::LoadU(d, maxima + c);
-    auto above = hn::Zero(d);
-    for (size_t i = 0; i < classes; ++i) {
-      above = hn::Add(above, hn::IfThenElseZero(hn::Gt(hn::Set(d, maxima[i]), m), one));
-    }
-    bound = hn::Min(bound, hn::IfThenElse(hn::Lt(above, limit), m, inf));
+    auto above = hn::Zero(di);
+    for (size_t i = 0; i < classes; ++i) above = CountTrue(d, above, hn::Gt(hn::Set(d, maxima[i]), m));
+    bound = hn::Min(bound, hn::IfThenElse(hn::RebindMask(d, hn::Lt(above, limit)), m, inf));
   }
   return hn::GetLane(hn::MinOfLanes(d, bound));
 }
 
-// Appends the numbers and values of those of the n elements that are at least `bound`, in order. Returns how many.
+// The numbers and values of those of the n elements that are at least `bound`, in order; at the end there may be some
+// of the -infinities behind them. Returns how many.
 template <class D, typename C = hn::TFromD<D>>
 HWY_INLINE size_t TopKCandidates(D d, const C* x, size_t n, C bound, C* keys, int32_t* ids) {
   const size_t lanes = hn::Lanes(d);
@@ -86,12 +105,11 @@ HWY_INLINE size_t TopKCandidates(D d, const C* x, size_t n, C bound, C* keys, in
     uint64_t word = 0;
     for (size_t j = 0; j < 64 && i + j < n; j += lanes) {
       uint64_t bits = 0;
-      uint8_t bytes[8] = {};
+      uint8_t bytes[8];
       hn::StoreMaskBits(d, hn::Ge(hn::LoadU(d, x + i + j), low), bytes);
-      std::memcpy(&bits, bytes, sizeof(bits));
+      std::memcpy(&bits, bytes, (lanes + 7) / 8);
       word |= bits << j;
     }
-    if (n - i < 64) word &= (uint64_t{1} << (n - i)) - 1;  // what lies behind the row may reach -infinity
     for (; word != 0; word &= word - 1) {
       const size_t at = i + static_cast<size_t>(__builtin_ctzll(word));
       ids[count] = static_cast<int32_t>(at);
@@ -104,69 +122,69 @@ HWY_INLINE size_t TopKCandidates(D d, const C* x, size_t n, C bound, C* keys, in
 // ranks[i] = how many of the n keys come before keys[i]: greater ones, and equal ones that stand before it. keys has
 // room for a vector more.
 template <class D, typename C = hn::TFromD<D>>
-HWY_INLINE void TopKRanks(D d, C* keys, size_t n, C* ranks) {
+HWY_INLINE void TopKRanks(D d, C* keys, size_t n, SignedOf<C>* ranks) {
+  const hn::RebindToSigned<D> di;
   const size_t lanes = hn::Lanes(d);
-  std::fill_n(keys + n, lanes, -std::numeric_limits<C>::infinity());
-  const auto one = hn::Set(d, C(1));
+  hn::StoreU(hn::Set(d, -std::numeric_limits<C>::infinity()), d, keys + n);
+  const auto position = hn::Iota(di, 0);
   for (size_t v = 0; v < n; v += lanes) {
     const auto own = hn::LoadU(d, keys + v);
-    auto before = hn::Zero(d);
+    auto before = hn::Zero(di);
     size_t i = 0;
-    for (; i < v; ++i) before = hn::Add(before, hn::IfThenElseZero(hn::Ge(hn::Set(d, keys[i]), own), one));
-    const auto position = hn::Iota(d, C(0));
+    for (; i < v; ++i) before = CountTrue(d, before, hn::Ge(hn::Set(d, keys[i]), own));
     for (; i < std::min(v + lanes, n); ++i) {
       const auto other = hn::Set(d, keys[i]);
-      const auto first = hn::Gt(position, hn::Set(d, static_cast<C>(i - v)));
-      const auto counts = hn::Or(hn::Gt(other, own), hn::And(first, hn::Eq(other, own)));
-      before = hn::Add(before, hn::IfThenElseZero(counts, one));
+      const auto behind = hn::RebindMask(d, hn::Gt(position, hn::Set(di, static_cast<SignedOf<C>>(i - v))));
+      before = CountTrue(d, before, hn::Or(hn::Gt(other, own), hn::And(behind, hn::Eq(other, own))));
     }
-    for (; i < n; ++i) before = hn::Add(before, hn::IfThenElseZero(hn::Gt(hn::Set(d, keys[i]), own), one));
-    hn::StoreU(before, d, ranks + v);
+    for (; i < n; ++i) before = CountTrue(d, before, hn::Gt(hn::Set(d, keys[i]), own));
+    hn::StoreU(before, di, ranks + v);
   }
 }
 
-// chosen[j] = number of the j-th largest of the n elements of x; equal ones in ascending order. x has no NaN and goes
-// on with -infinity up to a multiple of the vector. 0 <= k <= n.
+// chosen[j] = number of the j-th largest of the n elements of x; equal ones in ascending order. x goes on with
+// -infinity up to a multiple of the vector. False, and nothing chosen, when an element is NaN. 0 < k <= n.
 template <class D, typename C = hn::TFromD<D>>
-void TopK(D d, const C* x, size_t n, size_t k, const TopKScratch<C>& scratch, int32_t* chosen) {
-  if (k == 0) return;
+bool TopK(D d, const C* x, size_t n, size_t k, const TopKScratch<C>& scratch, int32_t* chosen) {
   const size_t lanes = hn::Lanes(d);
   const C bound = TopKBound(d, x, (n + lanes - 1) / lanes * lanes, k, scratch.maxima);
+  if (std::isnan(bound)) return false;
   const size_t count = TopKCandidates(d, x, n, bound, scratch.keys, scratch.ids);
   if (count <= kCounted) {
     TopKRanks(d, scratch.keys, count, scratch.ranks);
-    for (size_t i = 0; i < count; ++i) scratch.order[static_cast<size_t>(scratch.ranks[i])] = scratch.ids[i];
-    std::copy_n(scratch.order, k, chosen);
-    return;
+    for (size_t i = 0; i < count; ++i) scratch.order[scratch.ranks[i]] = scratch.ids[i];
+    for (size_t j = 0; j < k; ++j) chosen[j] = scratch.order[j];
+    return true;
   }
   std::partial_sort_copy(scratch.ids, scratch.ids + count, chosen, chosen + k,
                          [&](int32_t a, int32_t b) { return x[a] > x[b] || (x[a] == x[b] && a < b); });
+  return true;
 }
 
 template <typename C>
 constexpr C kZeroBelow = sizeof(C) == 4 ? C(104) : C(746);  // e^-kZeroBelow rounds to 0
 
-// The k experts of a row of logits (softmax, neither bias nor groups), whose largest element is max.
+// The k experts of a row of logits (softmax, neither bias nor groups). Returns the largest logit, NaN when one is NaN.
 template <class D, typename C = hn::TFromD<D>>
-void ChooseByLogits(D d, const C* x, C max, size_t n, const RouterOptions& o, const TopKScratch<C>& scratch, C* copy,
-                    int32_t* chosen) {
+C ChooseByLogits(D d, const C* x, size_t n, const RouterOptions& o, const TopKScratch<C>& scratch, C* copy,
+                 int32_t* chosen) {
   const size_t k = static_cast<size_t>(o.k);
+  const size_t padded = Padded(d, n);
   const C inf = std::numeric_limits<C>::infinity();
-  if (!Finite(max)) {
-    if (!o.all_by_logits) {
-      for (size_t j = 0; j < k; ++j) chosen[j] = static_cast<int32_t>(j);
-      return;
-    }
-    for (size_t i = 0; i < Padded(d, n); ++i) copy[i] = std::isnan(x[i]) ? inf : x[i];
-    return TopK(d, copy, n, k, scratch, chosen);
-  }
-  TopK(d, x, n, k, scratch, chosen);
-  const C low = max - kZeroBelow<C>;
-  if (k > 0 && !o.all_by_logits && x[chosen[k - 1]] < low) {
-    for (size_t i = 0; i < n; ++i) copy[i] = std::max(x[i], low);
-    for (size_t i = n; i < Padded(d, n); ++i) copy[i] = -inf;
+  if (k == 0) return MaxOrNaN(d, x, padded);
+  const C max = TopK(d, x, n, k, scratch, chosen) ? x[chosen[0]] : std::numeric_limits<C>::quiet_NaN();
+  if (o.all_by_logits) {
+    if (!std::isnan(max)) return max;
+    for (size_t i = 0; i < padded; ++i) copy[i] = std::isnan(x[i]) ? inf : x[i];
+    TopK(d, copy, n, k, scratch, chosen);
+  } else if (!Finite(max)) {
+    for (size_t j = 0; j < k; ++j) chosen[j] = static_cast<int32_t>(j);
+  } else if (x[chosen[k - 1]] < max - kZeroBelow<C>) {
+    for (size_t i = 0; i < n; ++i) copy[i] = std::max(x[i], max - kZeroBelow<C>);
+    for (size_t i = n; i < padded; ++i) copy[i] = -inf;
     TopK(d, copy, n, k, scratch, chosen);
   }
+  return max;
 }
 
 }  // namespace HWY_NAMESPACE
