@@ -85,11 +85,28 @@ HWY_INLINE C TopKBound(D d, const C* x, size_t padded, size_t k, C* maxima) {
   const auto limit = hn::Set(di, static_cast<SignedOf<C>>(k));
   const auto inf = hn::Set(d, std::numeric_limits<C>::infinity());
   auto bound = inf;
-  for (size_t c = 0; c < classes; c += lanes) {
+  const auto take = [&](auto m, auto above) HWY_ATTR {
+    bound = hn::Min(bound, hn::IfThenElse(hn::RebindMask(d, hn::Lt(above, limit)), m, inf));
+  };
+  size_t c = 0;
+  for (; c + 2 * lanes <= classes; c += 2 * lanes) {
+    const auto m0 = hn::LoadU(d, maxima + c);
+    const auto m1 = hn::LoadU(d, maxima + c + lanes);
+    auto above0 = hn::Zero(di);
+    auto above1 = above0;
+    for (size_t i = 0; i < classes; ++i) {
+      const auto other = hn::Set(d, maxima[i]);
+      above0 = CountTrue(d, above0, hn::Gt(other, m0));
+      above1 = CountTrue(d, above1, hn::Gt(other, m1));
+    }
+    take(m0, above0);
+    take(m1, above1);
+  }
+  if (c < classes) {
     const auto m = hn::LoadU(d, maxima + c);
     auto above = hn::Zero(di);
     for (size_t i = 0; i < classes; ++i) above = CountTrue(d, above, hn::Gt(hn::Set(d, maxima[i]), m));
-    bound = hn::Min(bound, hn::IfThenElse(hn::RebindMask(d, hn::Lt(above, limit)), m, inf));
+    take(m, above);
   }
   return hn::GetLane(hn::MinOfLanes(d, bound));
 }
