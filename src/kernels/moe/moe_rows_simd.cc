@@ -44,6 +44,31 @@ HWY_INLINE void CopyRow(const T* HWY_RESTRICT from, T* HWY_RESTRICT to, size_t n
   }
 }
 
+// As ForEachTwo, for elementwise work and sums over all elements: which vector holds which element is up to LoadPair.
+template <bool kStream, typename T, class D, class Body>
+HWY_INLINE void ForEachPair(D d, size_t n, const Body& body) {
+  using V = hn::Vec<D>;
+  const size_t step = 2 * hn::Lanes(d);
+  size_t i = 0;
+  for (; i + step <= n; i += step) {
+    body([&](const T* p, V& a, V& b) HWY_ATTR { LoadPair(d, p + i, a, b); },
+         [&](V a, V b, T* p) HWY_ATTR { StorePair<kStream>(d, a, b, p + i); });
+  }
+  if (i == n) return;
+  const size_t bytes = (n - i) * sizeof(T);
+  body(
+      [&](const T* p, V& a, V& b) HWY_ATTR {
+        HWY_ALIGN T buffer[2 * HWY_MAX_BYTES / sizeof(hn::TFromD<D>)] = {};
+        std::memcpy(buffer, p + i, bytes);
+        LoadPair(d, buffer, a, b);
+      },
+      [&](V a, V b, T* p) HWY_ATTR {
+        HWY_ALIGN T buffer[2 * HWY_MAX_BYTES / sizeof(hn::TFromD<D>)];
+        StorePair(d, a, b, buffer);
+        std::memcpy(p + i, buffer, bytes);
+      });
+}
+
 template <typename T, bool kStream>
 void CombineT(const std::vector<CombinePart>& parts, const RowMap& out, int64_t first, int64_t last) {
   using C = ComputeOf<T>;
@@ -77,7 +102,7 @@ void CombineT(const std::vector<CombinePart>& parts, const RowMap& out, int64_t 
     } else if (count == 1 && !weighted) {
       CopyRow<kStream>(sources[0], to, n);
     } else {
-      ForEachTwo<kStream>(d, n, [&](const auto& load, const auto& store) HWY_ATTR {
+      ForEachPair<kStream, T>(d, n, [&](const auto& load, const auto& store) HWY_ATTR {
         V a;
         V b;
         load(sources[0], a, b);
@@ -124,7 +149,7 @@ void SpreadT(const RowMap& in, const SlotTable& slots, const RowMap* out, const 
         const V w = hn::Set(d, kOut == 2 ? weights[i] : C(1));
         V sum_a = hn::Zero(d);
         V sum_b = hn::Zero(d);
-        ForEachTwo<kStream>(d, n, [&](const auto& load, const auto& store) HWY_ATTR {
+        ForEachPair<kStream, T>(d, n, [&](const auto& load, const auto& store) HWY_ATTR {
           V a;
           V b;
           load(from, a, b);
