@@ -45,6 +45,14 @@ def test_every_operator_has_a_formula():
         ("jumar::grouped_matmul_bias_grad", [Arg((9, 7), BF16), Arg((2,), torch.int64)], Cost(2 * 63 + 16 + 4 * 14)),
         ("jumar::separate_matmul", [[Arg((2, 5), FP32), Arg((3, 4), FP32)], [Arg((5, 7), FP32), Arg((4, 6), FP32)], []],
          Cost(4 * (10 + 12 + 35 + 24 + 14 + 18), 2.0 * (70 + 72), FP32)),
+        # 5 tokens to 2 of 3 experts, 4 -> 6
+        ("jumar::moe_ffn", [Arg((5, 4), BF16), Arg((5, 2), torch.int64), Arg((5, 2), FP32), [Arg((3, 4, 12), BF16)],
+                            [Arg((3, 6, 4), BF16)], [], True],
+         Cost(2 * (20 + 144 + 72 + 20) + 80 + 40, 6.0 * 10 * 6 * 4, BF16)),
+        ("jumar::moe_ffn_backward", [Arg((5, 4), BF16), Arg((5, 4), BF16), Arg((5, 2), torch.int64), Arg((5, 2), FP32),
+                                     [Arg((3, 4, 12), BF16)], [Arg((3, 6, 4), BF16)], [], Arg((10, 12), BF16),
+                                     True, True, True, True],
+         Cost(2 * (20 + 144 + 72 + 20 + 120 + 20 + 72 + 144) + 80 + 40 + 40, 12.0 * 10 * 6 * 4, BF16)),
         ("jumar::npu_swiglu", [Arg((4, 6), BF16), -1], Cost(2 * (24 + 12))),
         # a table that is expanded over the batch is there once
         ("jumar::npu_rotary_mul", [Arg((2, 4, 8), FP32), Arg((2, 4, 8), FP32, (0, 8, 1)), Arg((1, 4, 8), FP32), None, None],

@@ -196,6 +196,27 @@ def _separate(x: list[Arg], weight: list[Arg], bias: list[Arg], *_: Any) -> Cost
     return Cost(moved, flops, x[0].dtype)
 
 
+def _experts(x: Arg, ids: Arg, probs: Arg, gate_up: list[Arg], down: list[Arg], up: list[Arg], *_: Any) -> Cost:
+    """As if every slot had an expert. ``down``: one [E, I, H], or a list of [I, H]."""
+    _recorded(down)
+    inner, width = down[0].shape[-2:]
+    moved = sum(t.bytes for t in (x, ids, probs, *gate_up, *down, *up)) + x.dense
+    return Cost(moved, 6.0 * ids.numel * inner * width, x.dtype)
+
+
+def _experts_backward(
+    dy: Arg, x: Arg, ids: Arg, probs: Arg, gate_up: list[Arg], down: list[Arg], up: list[Arg], saved: Arg, *needs: Any
+) -> Cost:
+    """Five products; down's (transposed) is needed for all but its own gradient."""
+    forward = _experts(x, ids, probs, gate_up, down, up)
+    need_x, need_probs, need_inner, need_outer = needs
+    moved = forward.bytes - x.dense + dy.bytes + saved.bytes
+    moved += x.dense * need_x + probs.dense * need_probs + sum(t.dense for t in down) * need_outer
+    moved += sum(t.dense for t in (*gate_up, *up)) * need_inner
+    products = (need_x or need_probs or need_inner) + 2 * need_x + 2 * need_inner + need_outer
+    return Cost(moved, forward.flops / 3 * products, x.dtype)
+
+
 def _bias_grad(dy: Arg, *_: Any) -> Cost:
     return Cost(dy.bytes + dy.shape[-1] * dy.item)
 
@@ -432,6 +453,8 @@ FUSED_COSTS: dict[str, Formula] = {
     "moe_re_routing": _moe_re_routing,
     "moe_re_routing_grad": lambda grad, index: Cost(grad.bytes + grad.dense + index.bytes),
     "expert_counts": lambda indices, experts: Cost(indices.bytes + 8 * experts),
+    "moe_ffn": _experts,
+    "moe_ffn_backward": _experts_backward,
     "linear_cross_entropy": _head_loss,
     "linear_cross_entropy_backward": _head_loss_backward,
     "npu_cross_entropy_loss": _class_loss,

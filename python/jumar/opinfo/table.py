@@ -10,7 +10,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jumar.opinfo import cases, formulas, grouped, losses, moe, optimizers, routers
+from jumar.opinfo import cases, formulas, grouped, losses, moe, moe_ffn, optimizers, routers
 from jumar.opinfo.spec import (
     MULTIPLIES,
     STREAMS,
@@ -167,7 +167,7 @@ OPERATORS: dict[str, OpInfo] = {
     for info in (
         *_TABLE,
         *grouped.ENTRIES,
-        *moe.ENTRIES,
+        *moe_ffn.ENTRIES, *moe.ENTRIES,
         *routers.ENTRIES,
         *losses.ENTRIES,
         *optimizers.ENTRIES,

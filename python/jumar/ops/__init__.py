@@ -14,6 +14,7 @@ from jumar.ops.loss import (
     npu_cross_entropy_loss,
     npu_cross_entropy_loss_backward,
 )
+from jumar.ops.moe_ffn import moe_ffn
 from jumar.ops.moe_permute import (
     expert_counts,
     npu_moe_token_permute,
@@ -61,6 +62,7 @@ __all__ = [
     "grouped_matmul",
     "linear_cross_entropy",
     "load_balance_loss",
+    "moe_ffn",
     "npu_add_rms_norm",
     "npu_apply_adam_w",
     "npu_cross_entropy_loss",

@@ -5,7 +5,7 @@ Gradients are operators of their own, so what is registered here only passes ten
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -80,10 +80,10 @@ def _forbid_by_kernel(namespace: str, op: Any, backward: Callable[..., Any]) -> 
     _libraries[-1].impl(op._schema.name.split("::")[1], autograd, "Autograd")
 
 
-def register_autocast(name: str, count: int | None = None) -> None:
+def register_autocast(name: str, keep: Container[int] = ()) -> None:
     """Under autocast the operator's floating tensors other than fp64 are cast, as those of ``F.linear`` are.
 
-    `count`: only the first so many arguments.
+    Arguments at the places ``keep`` stay as they are.
     """
     excluded = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
@@ -96,7 +96,7 @@ def register_autocast(name: str, count: int | None = None) -> None:
 
     def register(namespace: str, op: Any) -> None:
         def autocast(*args: Any) -> Any:
-            args = [cast(arg) for arg in args[:count]] + list(args[len(args[:count]) :])
+            args = [arg if at in keep else cast(arg) for at, arg in enumerate(args)]
             with torch._C._ExcludeDispatchKeyGuard(excluded):
                 return op(*args)
 

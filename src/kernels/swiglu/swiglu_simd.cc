@@ -1,7 +1,6 @@
 #include "kernels/swiglu/swiglu_simd.h"
 
 #include <cstring>
-#include <type_traits>
 
 #include "base/simd_dispatch.h"
 
@@ -10,7 +9,7 @@
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
 #include "hwy/cache_control.h"
-#include "simd/math-inl.h"
+#include "simd/swiglu-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace jumar {
@@ -56,46 +55,6 @@ HWY_INLINE void ForEachPair(D d, int64_t n, int64_t head, const Body& body) {
   if (i < n) partial(i, n - i);
 }
 
-// e^-x for a result that is stored as T (2 bytes). bf16 needs fewer terms than fp16.
-template <typename T, class D, class V>
-HWY_INLINE V CoarseExp(D d, V x) {
-  return CoarseExpNeg < std::is_same_v<T, BF16> ? 4 : 5 > (d, x);
-}
-
-// x / (1 + e^-x) * up. For results of 4 and 8 bytes through e = e^-|x|, which keeps what is below -88 too.
-template <typename T, class D, class V>
-HWY_INLINE V ForwardOf(D d, V x, V up) {
-  const V one = hn::Set(d, hn::TFromD<D>(1));
-  if constexpr (sizeof(T) == 2) {
-    return hn::Mul(hn::Div(x, hn::Add(one, CoarseExp<T>(d, x))), up);
-  } else {
-    const V e = ExpNegAbs(d, x);
-    const V numerator = hn::Mul(x, hn::IfNegativeThenElse(x, e, one));
-    return hn::Mul(hn::Div(numerator, hn::Add(one, e)), up);
-  }
-}
-
-// s = sigmoid(x), c = 1 - s. For results of 4 and 8 bytes both come from the quotient 1 / (1 + e), which keeps c exact
-// where s is near 1.
-template <typename T, class D, class V>
-HWY_INLINE void BackwardOf(D d, V grad, V x, V up, V& dgate, V& dup) {
-  const V one = hn::Set(d, hn::TFromD<D>(1));
-  V s = one;
-  V c = one;
-  if constexpr (sizeof(T) == 2) {
-    s = hn::Div(one, hn::Add(one, CoarseExp<T>(d, x)));
-    c = hn::Sub(one, s);
-  } else {
-    const V e = ExpNegAbs(d, x);
-    const V r = hn::Div(one, hn::Add(one, e));
-    const V er = hn::Mul(e, r);
-    s = hn::IfNegativeThenElse(x, er, r);
-    c = hn::IfNegativeThenElse(x, r, er);
-  }
-  dgate = hn::Mul(hn::Mul(hn::Mul(s, hn::MulAdd(x, c, one)), up), grad);
-  dup = hn::Mul(hn::Mul(x, s), grad);
-}
-
 template <typename T, bool kStream>
 void ForwardRun(const T* gate, const T* up, T* out, int64_t n, int64_t head) {
   const hn::ScalableTag<ComputeOf<T>> d;
@@ -103,7 +62,7 @@ void ForwardRun(const T* gate, const T* up, T* out, int64_t n, int64_t head) {
     auto g0 = hn::Zero(d), g1 = hn::Zero(d), u0 = hn::Zero(d), u1 = hn::Zero(d);
     load(gate, g0, g1);
     load(up, u0, u1);
-    store(ForwardOf<T>(d, g0, u0), ForwardOf<T>(d, g1, u1), out);
+    store(SwigluOf<T>(d, g0, u0), SwigluOf<T>(d, g1, u1), out);
   });
 }
 
@@ -116,8 +75,8 @@ void BackwardRun(const T* grad, const T* gate, const T* up, T* dgate, T* dup, in
     load(grad, y0, y1);
     load(gate, g0, g1);
     load(up, u0, u1);
-    BackwardOf<T>(d, y0, g0, u0, dg0, du0);
-    BackwardOf<T>(d, y1, g1, u1, dg1, du1);
+    SwigluGradOf<T>(d, y0, g0, u0, dg0, du0);
+    SwigluGradOf<T>(d, y1, g1, u1, dg1, du1);
     store(dg0, dg1, dgate);
     store(du0, du1, dup);
   });

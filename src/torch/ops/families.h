@@ -11,6 +11,7 @@ std::vector<OpEntry> AttentionOps();
 std::vector<OpEntry> GroupedMatmulOps();
 std::vector<OpEntry> LinearOps();
 std::vector<OpEntry> LossOps();
+std::vector<OpEntry> MoeFfnOps();
 std::vector<OpEntry> MoeOps();
 std::vector<OpEntry> MoeRoutingMapOps();
 std::vector<OpEntry> MoeRoutingOps();
@@ -23,8 +24,8 @@ std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      AttentionOps(), GroupedMatmulOps(), LinearOps(), LossOps(),   MoeOps(),    MoeRoutingMapOps(), MoeRoutingOps(),
-      OptimizerOps(), RmsNormOps(),       RotaryOps(), RouterOps(), SwigluOps(), UlpErrorOps(),
+      AttentionOps(),  GroupedMatmulOps(), LinearOps(),  LossOps(),   MoeFfnOps(), MoeOps(),    MoeRoutingMapOps(),
+      MoeRoutingOps(), OptimizerOps(),     RmsNormOps(), RotaryOps(), RouterOps(), SwigluOps(), UlpErrorOps(),
   };
 }
 
