@@ -258,4 +258,4 @@ register_autograd("npu_fusion_attention", _backward, _setup)
 forbid_autograd("npu_fusion_attention_grad")
 forbid_autograd("fusion_attention_backward")
 # sink stays in fp32.
-register_autocast("npu_fusion_attention", 8)
+register_autocast("npu_fusion_attention", keep=range(8, 64))
