@@ -30,6 +30,7 @@ _STATISTIC = Bound(half=6.0, single=6.0, double=6.0)
 _CANCELS = Bound(half=1.0, single=1.0, double=1.0, terms=8.0)
 _SLOPE = Bound(half=1.0, single=1.0, double=1.0, terms=16.0)  # with a sigmoid, itself 2.5 ulp off
 
+
 def _linear_traffic(shape: Shape, item: int) -> tuple[float, float]:
     m, k, n = shape["m"], shape["k"], shape["n"]
     inputs, result = float(m * k + n * k) * item, float(m * n) * item
@@ -39,7 +40,9 @@ def _linear_traffic(shape: Shape, item: int) -> tuple[float, float]:
 _NORM_SHAPES = "input [a.., n..], gamma [n..] -> y like input, rstd [a.., 1..]"
 
 
-def _norm(inputs: tuple[str, ...] = ("input",), *, bounds: dict[str, Bound] | None = None, **own: Any) -> OpInfo:
+def _norm(
+    inputs: tuple[str, ...] = ("input",), *, bounds: dict[str, Bound] | None = None, **own: Any
+) -> OpInfo:
     """The entry of a norm of ``inputs``; ``bounds`` are those that other norms do not have."""
     given = {
         "outputs": ("y", "rstd"),
@@ -167,7 +170,8 @@ OPERATORS: dict[str, OpInfo] = {
     for info in (
         *_TABLE,
         *grouped.ENTRIES,
-        *moe_ffn.ENTRIES, *moe.ENTRIES,
+        *moe_ffn.ENTRIES,
+        *moe.ENTRIES,
         *routers.ENTRIES,
         *losses.ENTRIES,
         *optimizers.ENTRIES,
