@@ -366,6 +366,23 @@ def test_errors_name_the_operator_and_the_value():
         jm.npu_moe_token_permute_grad_v2(permuted, rows, 3, torch.float32, 2, True)
 
 
+def test_tensors_on_several_devices():
+    x, ids = torch.randn(3, 4), ids_of(3, 2)
+    with pytest.raises(
+        RuntimeError, match="npu_moe_token_permute: .* one device, got cpu and meta"
+    ):
+        ops.npu_moe_token_permute(x, ids.to("meta"))
+    permuted, rows = ops.npu_moe_token_permute(x, ids)
+    for arguments in (
+        (permuted, rows.to("meta")),
+        (permuted, rows, torch.rand(3, 2, device="meta")),
+    ):
+        with pytest.raises(RuntimeError, match="npu_moe_token_unpermute: .* one device"):
+            ops.npu_moe_token_unpermute(*arguments)
+    meta, _ = ops.npu_moe_token_permute(x.to("meta"), ids.to("meta"))
+    assert meta.device.type == "meta" and meta.shape == permuted.shape
+
+
 def test_compile_runs_the_operators():
     ids = ids_of(8, 2)
 

@@ -27,6 +27,24 @@ def register_fake(name: str, fake: Callable[..., Any]) -> None:
         torch.library.register_fake(qualified, fake)
 
 
+def one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """`fake`, after a check that all tensors are on one device.
+
+    A meta tensor among others calls the fake kernel, which alone would hand out memory that nothing has written.
+    """
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+        devices = sorted({str(t.device) for t in tensors})
+        if len(devices) > 1:
+            raise RuntimeError(
+                f"{name}: all tensors must be on one device, got {' and '.join(devices)}"
+            )
+        return fake(*args, **kwargs)
+
+    return checked
+
+
 def register_autograd(
     name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> None:

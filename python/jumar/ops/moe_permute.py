@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import forbid_autograd, register_autograd, register_fake, resolve
+from jumar.ops._wiring import forbid_autograd, one_device, register_autograd, register_fake, resolve
 
 
 def npu_moe_token_permute(
@@ -262,17 +262,19 @@ def _unpermute_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None,
     return grads[: len(ctx.needs_input_grad)]
 
 
-register_fake("npu_moe_token_permute", _permute_fake)
-register_fake("npu_moe_token_permute_grad", _permute_grad_fake)
-register_fake("npu_moe_token_permute_grad_v2", _permute_grad_v2_fake)
-register_fake("npu_moe_token_unpermute", _unpermute_fake)
-register_fake("_npu_moe_token_unpermute", _inner_unpermute_fake)
-register_fake("npu_moe_token_unpermute_grad", _unpermute_grad_fake)
-register_fake("npu_moe_token_unpermute_grad_v2", _unpermute_grad_v2_fake)
-register_fake(
-    "expert_counts",
-    lambda indices, num_experts: indices.new_empty((num_experts,), dtype=torch.int64),
-)
+for _name, _fake in {
+    "npu_moe_token_permute": _permute_fake,
+    "npu_moe_token_permute_grad": _permute_grad_fake,
+    "npu_moe_token_permute_grad_v2": _permute_grad_v2_fake,
+    "npu_moe_token_unpermute": _unpermute_fake,
+    "_npu_moe_token_unpermute": _inner_unpermute_fake,
+    "npu_moe_token_unpermute_grad": _unpermute_grad_fake,
+    "npu_moe_token_unpermute_grad_v2": _unpermute_grad_v2_fake,
+    "expert_counts": lambda indices, num_experts: indices.new_empty(
+        (num_experts,), dtype=torch.int64
+    ),
+}.items():
+    register_fake(_name, one_device(_name, _fake))
 register_autograd("npu_moe_token_permute", _permute_backward, _permute_setup)
 register_autograd("npu_moe_token_unpermute", _unpermute_backward, _unpermute_setup)
 register_autograd("_npu_moe_token_unpermute", _unpermute_backward, _unpermute_setup)

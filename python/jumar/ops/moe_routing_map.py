@@ -10,6 +10,7 @@ from torch import Tensor
 from jumar.ops._wiring import (
     define_composite,
     forbid_autograd,
+    one_device,
     register_autograd,
     register_fake,
     resolve,
@@ -233,10 +234,13 @@ def _unpermute(
     )
 
 
-register_fake("moe_permute_map", _permute_fake)
-register_fake("moe_unpermute_map", _unpermute_fake)
-register_fake("npu_moe_token_permute_with_routing_map_grad", _permute_grad_fake)
-register_fake("npu_moe_token_unpermute_with_routing_map_grad", _unpermute_grad_fake)
+for _name, _fake in {
+    "moe_permute_map": _permute_fake,
+    "moe_unpermute_map": _unpermute_fake,
+    "npu_moe_token_permute_with_routing_map_grad": _permute_grad_fake,
+    "npu_moe_token_unpermute_with_routing_map_grad": _unpermute_grad_fake,
+}.items():
+    register_fake(_name, one_device(_name, _fake))
 register_autograd("moe_permute_map", _permute_backward, _permute_setup)
 register_autograd("moe_unpermute_map", _unpermute_backward, _unpermute_setup)
 forbid_autograd("npu_moe_token_permute_with_routing_map_grad")
