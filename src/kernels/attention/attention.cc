@@ -7,35 +7,92 @@
 namespace jumar {
 namespace {
 
-constexpr int64_t kTaskRows = 256;  // queries of a task, heads of the group counted one by one
+constexpr int64_t kWaveBytes = 32 << 20;
+constexpr int64_t kTaskElements = 32768;  // of the queries of a task, all heads of the group
 
 template <typename C>
 class Forward {
  public:
   Forward(const AttentionPlan& plan, const TensorView& out, const TensorView& max, const TensorView& sum)
       : plan_(plan), out_(out), max_(max), sum_(sum) {
-    const int64_t group = plan.shape.group;
-    task_rows_ = std::max<int64_t>(1, kTaskRows / (group * plan.width)) * plan.width;
+    const int64_t row = plan.shape.group * std::max<int64_t>(plan.shape.d, 64);
+    task_rows_ = std::max<int64_t>(1, kTaskElements / (row * plan.width)) * plan.width;
+    const GemmKernel& gemm = plan.gemm;
+    k_stride_ = gemm.PanelStride(gemm.mr, plan.shape.d);
+    v_stride_ = gemm.PanelStride(gemm.mr, plan.key_block);
+    v_panels_ = CeilDiv(plan.shape.dv, gemm.mr);
+    v_begin_ = plan.key_block / gemm.mr * k_stride_;
+    block_size_ = v_begin_ + v_panels_ * v_stride_;
   }
 
+  // Heads of keys go in waves whose packed keys and values fit a few megabytes: packed by all threads, then used by
+  // all.
   void Run() {
-    const auto& sequences = plan_.in.sequences;
-    std::vector<int64_t> first{0};
-    for (const AttentionSequence& s : sequences) {
-      first.push_back(first.back() + plan_.shape.kv_heads * CeilDiv(s.q_len, task_rows_));
+    std::vector<Item> wave;
+    int64_t bytes = 0;
+    for (const AttentionSequence& s : plan_.in.sequences) {
+      if (s.q_len == 0) continue;
+      const int64_t blocks = CeilDiv(s.k_len, plan_.key_block);
+      const int64_t size = blocks * block_size_ * static_cast<int64_t>(sizeof(C));
+      for (int64_t h = 0; h < plan_.shape.kv_heads; ++h) {
+        if (bytes + size > kWaveBytes && !wave.empty()) {
+          Wave(wave);
+          wave.clear();
+          bytes = 0;
+        }
+        wave.push_back({&s, h, blocks, CeilDiv(s.q_len, task_rows_), nullptr, nullptr});
+        bytes += size;
+      }
     }
-    ParallelChunks(first.back(), [&](int64_t task) {
-      const auto at = std::upper_bound(first.begin(), first.end(), task) - first.begin() - 1;
-      const AttentionSequence& s = sequences[static_cast<size_t>(at)];
-      const int64_t blocks = CeilDiv(s.q_len, task_rows_);
-      const int64_t local = task - first[static_cast<size_t>(at)];
-      // Later queries of causal attention have more keys: they go first.
-      const int64_t row = (blocks - 1 - local % blocks) * task_rows_;
-      Block(s, local / blocks, row, std::min(task_rows_, s.q_len - row));
-    });
+    if (!wave.empty()) Wave(wave);
   }
 
  private:
+  // One head of keys of a sequence: its blocks of packed keys and values, and which blocks of values are finite.
+  struct Item {
+    const AttentionSequence* s;
+    int64_t kv_head;
+    int64_t key_blocks;
+    int64_t query_blocks;
+    C* packed;
+    bool* finite;
+  };
+
+  // Calls body(item, i) for all i below the item's `count`.
+  template <typename F>
+  static void ForEach(std::vector<Item>& wave, int64_t Item::*count, const F& body) {
+    std::vector<int64_t> first{0};
+    for (const Item& item : wave) first.push_back(first.back() + item.*count);
+    ParallelChunks(first.back(), [&](int64_t task) {
+      const auto at = std::upper_bound(first.begin(), first.end(), task) - first.begin() - 1;
+      body(wave[static_cast<size_t>(at)], task - first[static_cast<size_t>(at)]);
+    });
+  }
+
+  void Wave(std::vector<Item>& wave) {
+    ScratchFrame frame;
+    for (Item& item : wave) {
+      item.packed = frame.Alloc<C>(item.key_blocks * block_size_);
+      item.finite = frame.Alloc<bool>(item.key_blocks);
+    }
+    ForEach(wave, &Item::key_blocks, [&](const Item& item, int64_t block) {
+      const AttentionSequence& s = *item.s;
+      const int64_t key = block * plan_.key_block;
+      const int64_t n = std::min(plan_.key_block, s.k_len - key);
+      C* packed = item.packed + block * block_size_;
+      const GemmOperand k = plan_.Along(plan_.in.k, s.batch, item.kv_head, s.k_begin, s.k_len);
+      const GemmOperand v = plan_.Across(plan_.in.v, s.batch, item.kv_head, s.k_begin, s.k_len, key + n - 1);
+      plan_.gemm.pack_a({&k, key, n, 0, plan_.shape.d, k_stride_, packed});
+      plan_.gemm.pack_a({&v, 0, plan_.shape.dv, key, n, v_stride_, packed + v_begin_});
+      item.finite[block] = FinitePanels(plan_, packed + v_begin_, v_panels_, v_stride_, plan_.gemm.mr, n);
+    });
+    ForEach(wave, &Item::query_blocks, [&](const Item& item, int64_t task) {
+      // Later queries of causal attention have more keys: they go first.
+      const int64_t row = (item.query_blocks - 1 - task) * task_rows_;
+      Block(item, row, std::min(task_rows_, item.s->q_len - row));
+    });
+  }
+
   struct Panel {
     int64_t head;
     int64_t row;
@@ -43,7 +100,9 @@ class Forward {
     PanelKeys keys;
   };
 
-  void Block(const AttentionSequence& s, int64_t kv_head, int64_t row, int64_t rows) {
+  void Block(const Item& item, int64_t row, int64_t rows) {
+    const AttentionSequence& s = *item.s;
+    const int64_t kv_head = item.kv_head;
     const AttentionShape& shape = plan_.shape;
     const GemmKernel& gemm = plan_.gemm;
     const int64_t width = plan_.width;
@@ -63,12 +122,6 @@ class Forward {
     C* scores = frame.Alloc<C>(plan_.key_block * width);
     C* keep = plan_.drops() ? frame.Alloc<C>(plan_.key_block * width) : nullptr;
     void* work = frame.AllocBytes(static_cast<size_t>(plan_.ScoreWorkBytes() + width * plan_.key_block * 8));
-    const int64_t k_stride = gemm.PanelStride(gemm.mr, shape.d);
-    const int64_t v_stride = gemm.PanelStride(gemm.mr, plan_.key_block);
-    const int64_t v_panels = CeilDiv(shape.dv, gemm.mr);
-    C* k_packed = frame.Alloc<C>(CeilDiv(plan_.key_block, gemm.mr) * k_stride);
-    C* v_packed = frame.Alloc<C>(v_panels * v_stride);
-
     std::fill(acc, acc + count * acc_stride, C(0));
     for (int64_t i = 0; i < count; ++i) {
       const Panel& p = panels[static_cast<size_t>(i)];
@@ -83,25 +136,14 @@ class Forward {
     const int64_t end = plan_.High(s, last);
     for (int64_t key = plan_.Low(s, row) / plan_.key_block * plan_.key_block; key < end; key += plan_.key_block) {
       const int64_t n = std::min(plan_.key_block, s.k_len - key);
-      PanelKeys all{n, 0};
-      bool masked = false;
-      for (Panel& p : panels) {
+      const C* k_packed = item.packed + key / plan_.key_block * block_size_;
+      const C* v_packed = k_packed + v_begin_;
+      const bool finite = item.finite[key / plan_.key_block];
+      for (int64_t i = 0; i < count; ++i) {
+        Panel& p = panels[static_cast<size_t>(i)];
         p.keys = plan_.Keys(s, p.head, p.row, p.rows, key, n);
         if (!p.keys.any()) continue;
-        all.begin = std::min(all.begin, p.keys.begin);
-        all.end = std::max(all.end, p.keys.end);
-        masked = masked || p.keys.by_mask || p.keys.by_position;
-      }
-      if (!all.any()) continue;
-      const GemmOperand k = plan_.Along(plan_.in.k, s.batch, kv_head, s.k_begin, s.k_len);
-      const GemmOperand v = plan_.Across(plan_.in.v, s.batch, kv_head, s.k_begin, s.k_len);
-      gemm.pack_a({&k, key, all.end, 0, shape.d, k_stride, k_packed});
-      gemm.pack_a({&v, 0, shape.dv, key, all.end, v_stride, v_packed});
-      const bool skip = masked && !FinitePanels(plan_, v_packed, v_panels, v_stride, gemm.mr, all.end);
-      for (int64_t i = 0; i < count; ++i) {
-        const Panel& p = panels[static_cast<size_t>(i)];
-        if (!p.keys.any()) continue;
-        const bool scaled = plan_.Scores(s, p.head, p.row, p.rows, key, p.keys, k_packed, k_stride,
+        const bool scaled = plan_.Scores(s, p.head, p.row, p.rows, key, p.keys, k_packed, k_stride_,
                                          q_packed + i * q_stride, scores, work);
         C* visible = scores + p.keys.begin * width;
         const int64_t keys = p.keys.end - p.keys.begin;
@@ -118,16 +160,16 @@ class Forward {
         block.n = width;
         block.kc = keys;
         block.a = v_packed + p.keys.begin * gemm.mr;
-        block.a_panel = v_stride;
+        block.a_panel = v_stride_;
         block.b = visible;
         block.b_panel = 0;
         block.c = acc + i * acc_stride;
         block.ldc = width;
         block.accumulate = true;
-        if (skip && (p.keys.by_mask || p.keys.by_position)) {
+        if (!finite && (p.keys.by_mask || p.keys.by_position)) {
           MultiplySkippingZeros(gemm, block, false);
         } else {
-          gemm.multiply(block);
+          gemm.multiply_near(block);
         }
       }
     }
@@ -141,16 +183,7 @@ class Forward {
     for (int64_t r = 0; r < plan_.width; ++r) inverse[r] = sum[r] == 0 ? C(0) : C(1) / sum[r];
     plan_.panel.scale_lanes(acc, plan_.shape.dv, inverse);
     const int64_t row = s.q_begin + p.row;
-    GemmStore store{};
-    store.acc = acc;
-    store.ld_acc = plan_.width;
-    store.m = plan_.shape.dv;
-    store.n = p.rows;
-    store.out = Element(out_, s.batch, p.head, row);
-    store.dtype = out_.dtype;
-    store.row_stride = out_.stride[3];
-    store.col_stride = out_.stride[2];
-    plan_.gemm.store(store);
+    plan_.StoreLanes(acc, p.rows, out_, s.batch, p.head, row);
     for (int64_t r = 0; r < p.rows; ++r) {
       C* m = reinterpret_cast<C*>(Element(max_, s.batch, p.head, row + r));
       C* l = reinterpret_cast<C*>(Element(sum_, s.batch, p.head, row + r));
@@ -166,6 +199,8 @@ class Forward {
   const TensorView& max_;
   const TensorView& sum_;
   int64_t task_rows_;
+  // A packed block: panels of keys along d, then panels of values across.
+  int64_t k_stride_, v_stride_, v_panels_, v_begin_, block_size_;
 };
 
 }  // namespace

@@ -41,6 +41,12 @@ class Backward {
   }
 
  private:
+  // q and dy of one head of a sequence: side by side in memory, since they are read once per key block.
+  struct Head {
+    TensorView q;
+    TensorView dy;
+  };
+
   struct Unit {
     int64_t head;
     int64_t row;
@@ -56,7 +62,27 @@ class Backward {
     C *p, *ds, *p_packed, *ds_packed, *keep;
     C *dk, *dv, *unit_dk, *unit_dv;  // [key block, ld]
     void* work;
+    const Head* heads;
+    int64_t first_head;
   };
+
+  // [1, 1, q_len, columns] of one head; a copy where rows lie apart.
+  TensorView Dense(const TensorView& x, const AttentionSequence& s, int64_t head, ScratchFrame& frame) const {
+    TensorView view = x;
+    view.size[0] = view.size[1] = 1;
+    view.size[2] = s.q_len;
+    view.data = Element(x, s.batch, head, s.q_begin);
+    const int64_t cols = x.size[3];
+    const size_t bytes = SizeOf(x.dtype);
+    if (x.stride[3] != 1 || x.stride[2] == cols || s.q_len == 0) return view;
+    char* copy = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(s.q_len * cols) * bytes));
+    for (int64_t r = 0; r < s.q_len; ++r) {
+      std::copy_n(At(view.data, r * x.stride[2], bytes), static_cast<size_t>(cols) * bytes, At(copy, r * cols, bytes));
+    }
+    view.data = copy;
+    view.stride[2] = cols;
+    return view;
+  }
 
   void Task(const AttentionSequence& s, int64_t kv_head) {
     std::vector<Unit> units;
@@ -68,7 +94,13 @@ class Backward {
       }
     }
     ScratchFrame frame;
+    std::vector<Head> heads;
+    for (int64_t h = kv_head * shape_.group; h < (kv_head + 1) * shape_.group; ++h) {
+      heads.push_back({Dense(plan_.in.q, s, h, frame), Dense(g_.dy, s, h, frame)});
+    }
     Memory m = Allocate(frame, panels);
+    m.heads = heads.data();
+    m.first_head = kv_head * shape_.group;
     std::fill(m.dq, m.dq + panels * shape_.d * width_, C(0));
     for (const Unit& u : units) Rows(s, u, m);
     for (int64_t key = 0; key < s.k_len; key += plan_.key_block) {
@@ -79,16 +111,7 @@ class Backward {
       for (int64_t r = 0; r < u.rows; r += width_) {
         C* dq = m.dq + (u.panel + r / width_) * shape_.d * width_;
         plan_.panel.scale_lanes(dq, shape_.d, scale.data());
-        GemmStore store{};
-        store.acc = dq;
-        store.ld_acc = width_;
-        store.m = shape_.d;
-        store.n = std::min(width_, u.rows - r);
-        store.out = Element(g_.dq, s.batch, u.head, s.q_begin + u.row + r);
-        store.dtype = g_.dq.dtype;
-        store.row_stride = g_.dq.stride[3];
-        store.col_stride = g_.dq.stride[2];
-        gemm_.store(store);
+        plan_.StoreLanes(dq, std::min(width_, u.rows - r), g_.dq, s.batch, u.head, s.q_begin + u.row + r);
       }
     }
   }
@@ -192,7 +215,7 @@ class Backward {
   bool PackKeys(const AttentionSequence& s, int64_t kv_head, int64_t key, int64_t n, const Memory& m) {
     const GemmOperand k = plan_.Along(plan_.in.k, s.batch, kv_head, s.k_begin, s.k_len);
     const GemmOperand v = plan_.Along(plan_.in.v, s.batch, kv_head, s.k_begin, s.k_len);
-    const GemmOperand kt = plan_.Across(plan_.in.k, s.batch, kv_head, s.k_begin, s.k_len);
+    const GemmOperand kt = plan_.Across(plan_.in.k, s.batch, kv_head, s.k_begin, s.k_len, key + n - 1);
     gemm_.pack_a({&k, key, n, 0, shape_.d, k_stride_, m.k});
     gemm_.pack_a({&v, key, n, 0, shape_.dv, v_stride_, m.v});
     gemm_.pack_a({&kt, 0, shape_.d, key, n, kt_stride_, m.kt});
@@ -203,10 +226,12 @@ class Backward {
   void Queries(const AttentionSequence& s, const Unit& u, int64_t key, const PanelKeys& all, const PanelKeys* keys,
                bool masked, bool skip, const Memory& m) {
     const int64_t panels = CeilDiv(u.rows, width_);
-    const GemmOperand q = plan_.Along(plan_.in.q, s.batch, u.head, s.q_begin, s.q_len);
-    const GemmOperand dy = plan_.Along(g_.dy, s.batch, u.head, s.q_begin, s.q_len);
-    const GemmOperand qn = plan_.Across(plan_.in.q, s.batch, u.head, s.q_begin, s.q_len);
-    const GemmOperand dyn = plan_.Across(g_.dy, s.batch, u.head, s.q_begin, s.q_len);
+    const int64_t last = u.row + u.rows - 1;
+    const Head& head = m.heads[u.head - m.first_head];
+    const GemmOperand q = plan_.Along(head.q, 0, 0, 0, s.q_len);
+    const GemmOperand dy = plan_.Along(head.dy, 0, 0, 0, s.q_len);
+    const GemmOperand qn = plan_.Across(head.q, 0, 0, 0, s.q_len, last);
+    const GemmOperand dyn = plan_.Across(head.dy, 0, 0, 0, s.q_len, last);
     gemm_.pack_b({&q, u.row, u.rows, 0, shape_.d, d_stride_, m.q});
     gemm_.pack_b({&dy, u.row, u.rows, 0, shape_.dv, dv_stride_, m.dy});
     gemm_.pack_b({&qn, 0, shape_.d, u.row, u.rows, n_stride_, m.qn});
@@ -251,7 +276,7 @@ class Backward {
         block.b = right + t0 * width_ * gemm_.nr;
         block.c = sum + c * n;
         block.ldc = n;
-        finite ? gemm_.multiply(block) : MultiplySkippingZeros(gemm_, block, true);
+        finite ? gemm_.multiply_near(block) : MultiplySkippingZeros(gemm_, block, true);
       };
       product(m.p_packed, m.dyn, m.unit_dv, ld_v_, finite_dy);
       product(m.ds_packed, m.qn, m.unit_dk, ld_k_, finite_q);
@@ -278,7 +303,7 @@ class Backward {
     block.c = ds + from;
     block.ldc = width_;
     block.accumulate = false;
-    gemm_.multiply(block);
+    gemm_.multiply_near(block);
     if (m.keep != nullptr) plan_.Keep(s, u.head, u.row, u.rows, key + keys.begin, n, m.keep);
     PanelGradient g{};
     g.scores = p + from;
@@ -299,7 +324,7 @@ class Backward {
     block.b = ds + from;
     block.c = m.dq + u.panel * shape_.d * width_;
     block.accumulate = true;
-    skip&& g.masked ? MultiplySkippingZeros(gemm_, block, false) : gemm_.multiply(block);
+    skip&& g.masked ? MultiplySkippingZeros(gemm_, block, false) : gemm_.multiply_near(block);
   }
 
   // dpse += scale * ds. Its elements belong to this task alone; rows that share one go in order.

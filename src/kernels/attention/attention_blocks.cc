@@ -134,9 +134,10 @@ GemmOperand AttentionPlan::Along(const TensorView& x, int64_t batch, int64_t hea
   return {Element(x, batch, head, begin), x.dtype, length, x.size[3], x.stride[2], x.stride[3]};
 }
 
-GemmOperand AttentionPlan::Across(const TensorView& x, int64_t batch, int64_t head, int64_t begin,
-                                  int64_t length) const {
-  return {Element(x, batch, head, begin), x.dtype, x.size[3], length, x.stride[3], x.stride[2]};
+GemmOperand AttentionPlan::Across(const TensorView& x, int64_t batch, int64_t head, int64_t begin, int64_t length,
+                                  int64_t last) const {
+  const bool more = x.stride[3] == 1 && last + 1 < length && x.stride[2] >= gemm.nr;
+  return {Element(x, batch, head, begin), x.dtype, x.size[3] + (more ? gemm.nr : 0), length, x.stride[3], x.stride[2]};
 }
 
 int64_t AttentionPlan::ScoreWorkBytes() const {
@@ -160,7 +161,7 @@ bool AttentionPlan::Scores(const AttentionSequence& s, int64_t head, int64_t row
   block.c = At(scores, keys.begin * width, bytes);
   block.ldc = width;
   block.accumulate = false;
-  gemm.multiply(block);
+  gemm.multiply_near(block);
   if (!keys.by_position && !keys.by_mask && in.pse.rank == 0) return false;
 
   const int64_t tile = gemm.PanelStride(static_cast<int>(width), key_block);
@@ -235,6 +236,30 @@ bool AttentionPlan::Scores(const AttentionSequence& s, int64_t head, int64_t row
   }
   panel.mask(m);
   return true;
+}
+
+void AttentionPlan::StoreLanes(const void* acc, int64_t rows, const TensorView& out, int64_t batch, int64_t head,
+                               int64_t row) const {
+  // Packing turns lanes into rows of nr columns.
+  ScratchFrame frame;
+  const int64_t cols = out.size[3];
+  const int64_t stride = gemm.PanelStride(gemm.nr, width);
+  const int64_t panels = CeilDiv(cols, gemm.nr);
+  void* turned = frame.AllocBytes(static_cast<size_t>(panels * stride) * ComputeBytes());
+  const GemmOperand operand{acc, shape.compute, cols, rows, width, 1};
+  gemm.pack_b({&operand, 0, cols, 0, rows, stride, turned});
+  for (int64_t p = 0; p < panels; ++p) {
+    GemmStore store{};
+    store.acc = At(turned, p * stride, ComputeBytes());
+    store.ld_acc = gemm.nr;
+    store.m = rows;
+    store.n = std::min<int64_t>(gemm.nr, cols - p * gemm.nr);
+    store.out = At(Element(out, batch, head, row), p * gemm.nr * out.stride[3], SizeOf(out.dtype));
+    store.dtype = out.dtype;
+    store.row_stride = out.stride[2];
+    store.col_stride = out.stride[3];
+    gemm.store(store);
+  }
 }
 
 void AttentionPlan::Keep(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n,

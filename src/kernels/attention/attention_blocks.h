@@ -61,7 +61,9 @@ class AttentionPlan {
   // Rows of one head of a sequence as operands: `along` of q, k, v, dy: index = row, k = column; `across`: the other
   // way.
   GemmOperand Along(const TensorView& x, int64_t batch, int64_t head, int64_t begin, int64_t length) const;
-  GemmOperand Across(const TensorView& x, int64_t batch, int64_t head, int64_t begin, int64_t length) const;
+  // `last`: the last row that is read. Where rows follow it, packers may read on past its end, in whole vectors.
+  GemmOperand Across(const TensorView& x, int64_t batch, int64_t head, int64_t begin, int64_t length,
+                     int64_t last) const;
 
   // scores of keys [keys.begin, keys.end): product, mask, pse. `hide` and `pse` are work space of key_block * width.
   // True if scores are scaled already.
@@ -70,6 +72,9 @@ class AttentionPlan {
   int64_t ScoreWorkBytes() const;
   void Keep(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n,
             void* keep) const;
+
+  // out rows [row, row + rows) of a head from `acc` [columns of out, width], one query a lane.
+  void StoreLanes(const void* acc, int64_t rows, const TensorView& out, int64_t batch, int64_t head, int64_t row) const;
 
   size_t ComputeBytes() const { return SizeOf(shape.compute); }
   bool drops() const { return in.dropout.keep_prob < 1; }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cctype>
+#include <cstring>
 
 #include "base/check.h"
 #include "base/parallel.h"
@@ -23,18 +24,21 @@ bool IsCompressed(const TensorView& mask) {
   const int64_t rows = mask.size[mask.rank - 2];
   const int64_t row_stride = mask.stride[mask.rank - 2];
   const int64_t stride = mask.stride[mask.rank - 1];
+  static const std::vector<uint8_t> kZeros(kCompressed, 0);
+  static const std::vector<uint8_t> kOnes(kCompressed, 1);
   std::atomic<bool> same{true};
   ParallelFor(rows, 256, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end && same; ++r) {
       const uint8_t* p = static_cast<const uint8_t*>(mask.data) + r * row_stride;
-      const int64_t zeros = r < kCompressed ? r + 1 : kCompressed / 2;
-      uint8_t any = 0;
-      uint8_t all = 1;
-      for (int64_t j = 0; j < zeros; ++j) any = static_cast<uint8_t>(any | p[j * stride]);
-      for (int64_t j = zeros; j < kCompressed; ++j) {
-        all = static_cast<uint8_t>(all & static_cast<uint8_t>(p[j * stride] != 0));
+      const auto zeros = static_cast<size_t>(r < kCompressed ? r + 1 : kCompressed / 2);
+      const size_t ones = kCompressed - zeros;
+      if (stride == 1 && std::memcmp(p, kZeros.data(), zeros) == 0 && std::memcmp(p + zeros, kOnes.data(), ones) == 0) {
+        continue;
       }
-      if (any != 0 || all == 0) same = false;
+      // Any number but 0 hides.
+      for (int64_t j = 0; j < kCompressed; ++j) {
+        if ((p[j * stride] != 0) != (j >= static_cast<int64_t>(zeros))) same = false;
+      }
     }
   });
   return same;

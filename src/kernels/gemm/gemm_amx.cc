@@ -185,7 +185,8 @@ void PackB(const GemmPack& p) { PackPairs(p, kNR, kStep); }
 }  // namespace
 
 const GemmKernel* GemmKernelAmx(const GemmKernel& base) {
-  static const GemmKernel kernel = {kMR, kNR, kKC, kStep, DType::kF32, 2, &PackA, &PackB, &Multiply, base.store};
+  static const GemmKernel kernel = {kMR,    kNR,    kKC,       kStep,     DType::kF32, 2,
+                                    &PackA, &PackB, &Multiply, &Multiply, base.store};
   return &kernel;
 }
 

@@ -85,7 +85,7 @@ void PackB(const GemmPack& p) { PackPairs(p, kNR, 2); }
 }  // namespace
 
 const GemmKernel* GemmKernelAvx512Bf16(const GemmKernel& base) {
-  static const GemmKernel kernel = {kMR, kNR, 512, 2, DType::kF32, 2, &PackA, &PackB, &Multiply, base.store};
+  static const GemmKernel kernel = {kMR, kNR, 512, 2, DType::kF32, 2, &PackA, &PackB, &Multiply, &Multiply, base.store};
   return &kernel;
 }
 

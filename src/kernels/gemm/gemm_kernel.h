@@ -74,6 +74,7 @@ struct GemmKernel {
   void (*pack_a)(const GemmPack&);
   void (*pack_b)(const GemmPack&);
   void (*multiply)(const GemmBlock&);
+  void (*multiply_near)(const GemmBlock&);  // the same for blocks that lie in the first two caches
   void (*store)(const GemmStore&);
 
   // Packed elements from one panel to the next; the slack takes whole-vector stores at the end of a panel.

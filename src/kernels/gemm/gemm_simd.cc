@@ -35,7 +35,8 @@ constexpr int kAhead = 512;
 constexpr size_t kLine = 64;
 
 // c[kRows x 2 vectors] (+)= sum over k of a[k][0..kRows) x b[k][..]. One accumulator per element, k ascending.
-template <int kRows, typename T>
+// kFetch: operands come from memory.
+template <int kRows, bool kFetch, typename T>
 HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_RESTRICT b, T* HWY_RESTRICT c,
                               int64_t ldc, bool accumulate) {
   const hn::ScalableTag<T> d;
@@ -47,7 +48,7 @@ HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_
 #undef JUMAR_X
   // C is needed at the end only.
 #define JUMAR_X(i)                      \
-  if constexpr (i < kRows) {            \
+  if constexpr (kFetch && i < kRows) {  \
     hwy::Prefetch(c + i * ldc);         \
     hwy::Prefetch(c + i * ldc + lanes); \
   }
@@ -56,9 +57,11 @@ HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_
   const auto step = [&]() HWY_ATTR {
     const auto b0 = hn::LoadU(d, b);
     const auto b1 = hn::LoadU(d, b + lanes);
-    hwy::Prefetch(b + kAhead);
-    // A second line of B where two vectors are longer than one.
-    if constexpr (2 * hn::MaxLanes(d) * sizeof(T) > kLine) hwy::Prefetch(b + kAhead + lanes);
+    if constexpr (kFetch) {
+      hwy::Prefetch(b + kAhead);
+      // A second line of B where two vectors are longer than one.
+      if constexpr (2 * hn::MaxLanes(d) * sizeof(T) > kLine) hwy::Prefetch(b + kAhead + lanes);
+    }
 #define JUMAR_X(i)                     \
   if constexpr (i < kRows) {           \
     const auto ai = hn::Set(d, a[i]);  \
@@ -102,15 +105,15 @@ HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_
 template <typename T>
 using MicroKernelPtr = void (*)(int64_t, const T*, const T*, T*, int64_t, bool);
 
-template <typename T>
+template <bool kFetch, typename T>
 MicroKernelPtr<T> KernelForRows(int64_t rows) {
-#define JUMAR_X(i) &MicroKernel<i + 1, T>,
+#define JUMAR_X(i) &MicroKernel<i + 1, kFetch, T>,
   static constexpr MicroKernelPtr<T> kTable[] = {JUMAR_GEMM_ROWS(JUMAR_X)};
 #undef JUMAR_X
   return kTable[rows - 1];
 }
 
-template <typename T>
+template <bool kFetch, typename T>
 void Multiply(const GemmBlock& block) {
   const hn::ScalableTag<T> d;
   const auto nr = static_cast<int64_t>(2 * hn::Lanes(d));
@@ -127,10 +130,12 @@ void Multiply(const GemmBlock& block) {
     T* c = c_col;
     const T* next = b + block.b_panel;
     for (int64_t i = 0; i < block.m; i += kMR, a += block.a_panel, c += kMR * block.ldc) {
-      for (int64_t t = 0; t < ahead; t += kPerLine) __builtin_prefetch(next + t, 0, 2);
-      next += ahead;
+      if constexpr (kFetch) {
+        for (int64_t t = 0; t < ahead; t += kPerLine) __builtin_prefetch(next + t, 0, 2);
+        next += ahead;
+      }
       const int64_t rows = std::min<int64_t>(kMR, block.m - i);
-      const MicroKernelPtr<T> kernel = KernelForRows<T>(rows);
+      const MicroKernelPtr<T> kernel = KernelForRows<kFetch, T>(rows);
       if (cols == nr) {
         kernel(block.kc, a, b, c, block.ldc, block.accumulate);
         continue;
@@ -230,7 +235,8 @@ GemmKernel MakeKernel(void (*store)(const GemmStore&)) {
   kernel.packed_bytes = sizeof(T);
   kernel.pack_a = &PackA<T>;
   kernel.pack_b = &PackB<T>;
-  kernel.multiply = &Multiply<T>;
+  kernel.multiply = &Multiply<true, T>;
+  kernel.multiply_near = &Multiply<false, T>;
   kernel.store = store;
   return kernel;
 }
