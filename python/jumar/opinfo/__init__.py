@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from jumar.opinfo.router_costs import ROUTER_COSTS
 from jumar.opinfo.spec import (
     DTYPES,
     MULTIPLIES,
@@ -34,6 +35,12 @@ PARTS = {
     "separate_matmul": ("y[i] = x[i] · W[i] + b[i]", "docs/ops/grouped_matmul.md"),
     "npu_grouped_matmul_add": ("input[g] + xᵀ · weight, over the rows of group g", "docs/ops/npu_grouped_matmul.md"),
     "npu_grouped_matmul_add_": ("npu_grouped_matmul_add in place", "docs/ops/npu_grouped_matmul.md"),
+    "expert_bias_update": ("bias + d - mean d,  d = rate · sign(mean of tokens - tokens)", "docs/ops/balance.md"),
+    "moe_gating_top_k": ("npu_moe_gating_top_k", "docs/ops/npu_moe_gating_top_k.md"),
+    "moe_gating_top_k_softmax_v2": (
+        "npu_moe_gating_top_k_softmax_v2",
+        "docs/ops/npu_moe_gating_top_k_softmax.md",
+    ),
     "expert_counts": ("how many ids name each expert", "docs/ops/npu_moe_token_permute.md"),
     "_npu_moe_token_unpermute": (
         "npu_moe_token_unpermute with a second, empty result",
@@ -109,6 +116,7 @@ __all__ = [
     "DTYPES",
     "MULTIPLIES",
     "OPERATORS",
+    "ROUTER_COSTS",
     "PARTS",
     "STREAMS",
     "TOOLS",

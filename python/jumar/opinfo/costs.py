@@ -251,36 +251,6 @@ def _class_loss_backward(grad: Arg, log_prob: Arg, target: Arg, weight: Arg | No
     return Cost(grad.bytes + log_prob.bytes + target.bytes + log_prob.numel * grad.item + (weight.bytes if weight else 0))
 
 
-def _router(x: Arg, k: int, index: int = 8) -> Cost:
-    """Numbers of experts take ``index`` bytes, and twice that where rows have numbers too; scores of all experts are left out."""
-    rows = x.numel // max(1, x.shape[-1])
-    return Cost(x.bytes + rows * k * (x.item + index))
-
-
-def _router_backward(grad: Arg, x: Arg, indices: Arg) -> Cost:
-    return Cost((grad.bytes if grad else 0) + x.bytes + x.dense + indices.bytes)
-
-
-def _scored_backward(grad: Arg | None, grad_scores: Arg | None, x: Arg, indices: Arg, *_: Any) -> Cost:
-    scores = grad_scores.bytes if grad_scores else 0
-    return Cost(_router_backward(grad, x, indices).bytes + scores)
-
-
-def _gating(x: Arg, k: int, *_: Any) -> Cost:
-    """The scores are a result."""
-    return Cost(_router(x, k, 4).bytes + x.numel * max(4, x.item))
-
-
-def _balance(layers: list[Arg], *_: Any) -> Cost:
-    _recorded(layers)
-    return Cost(sum(t.bytes for t in layers))
-
-
-def _balance_backward(grad: Arg, layers: list[Arg], *_: Any) -> Cost:
-    _recorded(layers)
-    return Cost(sum(t.bytes + t.dense for t in layers))
-
-
 def _recorded(tensors: list[Arg]) -> None:
     """Long lists are empty in a trace."""
     if not tensors:
@@ -459,21 +429,6 @@ FUSED_COSTS: dict[str, Formula] = {
     "linear_cross_entropy_backward": _head_loss_backward,
     "npu_cross_entropy_loss": _class_loss,
     "npu_cross_entropy_loss_backward": _class_loss_backward,
-    "router_top_k": lambda x, k, *_: _router(x, k),
-    "router_top_k_backward": _scored_backward,
-    "npu_moe_gating_top_k_softmax": lambda x, finished, k: _router(x, 1 if k is None else k, 8),
-    "npu_moe_gating_top_k_softmax_backward": _router_backward,
-    "moe_gating_top_k_softmax_v2": lambda x, k, *_: _router(x, k, 4),
-    "npu_moe_gating_top_k_softmax_v2_backward": _scored_backward,
-    "moe_gating_top_k": _gating,
-    "npu_moe_gating_top_k_backward": lambda x, grad, indices, *_: Cost(
-        grad.bytes + x.bytes + indices.bytes + x.numel * grad.item
-    ),
-    "load_balance_loss": _balance,
-    "load_balance_loss_backward": _balance_backward,
-    "router_z_loss": _streams(1, 0),
-    "router_z_loss_backward": lambda grad, x, *_: Cost(x.bytes + x.dense),
-    "expert_bias_update": _streams(2, 1),
     "adamw_": _adamw,
     "apply_adam_w_": _adamw_one,
     "grad_power_sums": _power_sums,

@@ -108,11 +108,10 @@ def _bench(shape: Shape, dtype: torch.dtype, name: str) -> dict[str, Tensor]:
     return {name: _distinct(Source(dtype, 1), shape["rows"], shape["cols"])}
 
 
-def _traffic(shape: Shape, item: int, index: int = 8) -> tuple[float, float]:
-    """Logits, weights, numbers; backward: logits and their gradient too."""
-    rows, experts = shape["rows"], shape["cols"]
-    logits, chosen = float(rows * experts * item), float(rows * _K * (item + index))
-    return logits + chosen, 3 * logits + 2 * chosen
+def _traffic(shape: Shape, item: int) -> tuple[float, float]:
+    """Logits and weights; backward: logits and their gradient too. Numbers of experts are left out."""
+    logits, weights = (float(shape["rows"] * n * item) for n in (shape["cols"], _K))
+    return logits + weights, 3 * logits + 2 * weights
 
 
 def _router_top_k(
@@ -174,7 +173,7 @@ def _router(
         "cases": partial(_cases, name=x, each=each),
         "bench": partial(_bench, name=x),
         "shapes_file": "router",
-        "traffic": partial(_traffic, index=8 if x == "logits" else 4),
+        "traffic": _traffic,
         "fixed": ("bias",),
         "target": STREAMS,
         **own,
