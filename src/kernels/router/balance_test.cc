@@ -40,7 +40,7 @@ void CheckLoss(DType dtype, int64_t rows, int64_t experts, int64_t top_k, int la
   std::vector<ref::Doubles> all;
   ref::Doubles weights;
   Buffer mask(mask_dtype != nullptr ? *mask_dtype : DType::kF32, {rows});
-  mask.Fill([](int64_t i) { return i % 4 == 1 ? 0.0 : 1.0; });
+  mask.Fill([](int64_t i) { return i % 4 == 1 ? 0.0 : static_cast<double>(1 + i % 3); });
   for (int l = 0; l < layers; ++l) {
     logits.push_back(strided ? Buffer(dtype, {rows, experts}, {1, rows + 2}) : Buffer(dtype, {rows, experts}));
     FillLogits(logits.back(), experts, 5 * l);
