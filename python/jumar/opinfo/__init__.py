@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from jumar.opinfo.router_costs import ROUTER_COSTS
 from jumar.opinfo.spec import (
     DTYPES,
     MULTIPLIES,
@@ -116,7 +115,6 @@ __all__ = [
     "DTYPES",
     "MULTIPLIES",
     "OPERATORS",
-    "ROUTER_COSTS",
     "PARTS",
     "STREAMS",
     "TOOLS",

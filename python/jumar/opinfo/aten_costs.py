@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from jumar.opinfo.costs import Arg, Cost, Formula, _adamw, _streams
+from jumar.opinfo.cost_types import Arg, Cost, Formula, streams
+from jumar.opinfo.costs import _adamw
 
 
 def _product(a: Arg, b: Arg, extra: float = 0.0) -> Cost:
@@ -105,8 +106,8 @@ def _norm(x: Arg, order: Any = 2, dims: Any = None, *_: Any) -> Cost:
     return _reduction(x, dims)
 
 
-_two_passes = _streams(1, 1)
-_from_two = _streams(2, 1, like=1)
+_two_passes = streams(1, 1)
+_from_two = streams(2, 1, like=1)
 
 
 def _embedding(weight: Arg, index: Arg, *_: Any) -> Cost:
@@ -135,7 +136,7 @@ ATEN_COSTS: dict[str, Formula] = {
     "addcmul_": _in_place,
     "addcdiv_": _in_place,
     "lerp_": _in_place,
-    "copy_": _streams(2, 0),
+    "copy_": streams(2, 0),
     "fill_": _fill,
     "zero_": _fill,
     "sum": _reduction,

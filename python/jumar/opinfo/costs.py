@@ -8,90 +8,18 @@ that no formula knows, or whose dtype is unknown, has no cost: blank rather than
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jumar.opinfo.cost_types import Arg, Cost, Formula, recorded, streams
+from jumar.opinfo.moe_costs import MOE_COSTS
+from jumar.opinfo.router_costs import ROUTER_COSTS
+
 #: Namespaces that hold jumar's operators, under the same names and schemas.
 FUSED = ("jumar", "npu")
-
-
-@dataclass(frozen=True)
-class Arg:
-    """A tensor as an argument: shape, dtype (None when unknown) and, where known, strides."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | None
-    strides: tuple[int, ...] | None = None
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    @property
-    def item(self) -> int:
-        """Bytes an element. Unknown: LookupError, which leaves the call without a cost."""
-        if self.dtype is None:
-            raise LookupError("dtype")
-        return self.dtype.itemsize
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the elements that differ in memory: what is expanded (stride 0) is there once."""
-        shape = self.shape
-        if self.strides is not None and len(self.strides) == len(shape):
-            shape = tuple(n for n, stride in zip(shape, self.strides, strict=True) if stride or n == 0)
-        return math.prod(shape) * self.item
-
-    @property
-    def dense(self) -> int:
-        """Bytes of a contiguous tensor of this shape and dtype."""
-        return self.numel * self.item
-
-
-@dataclass(frozen=True)
-class Cost:
-    """``flops`` None: bound by memory. ``dtype``: that of the arithmetic, whose peak is the limit."""
-
-    bytes: float | None
-    flops: float | None = None
-    dtype: torch.dtype | None = None
-
-    def __add__(self, other: Cost) -> Cost:
-        """Both calls. A part that one of them does not know is unknown; flops count where there are any."""
-        moved = None if self.bytes is None or other.bytes is None else self.bytes + other.bytes
-        flops = None if self.flops is None and other.flops is None else (self.flops or 0.0) + (other.flops or 0.0)
-        return Cost(moved, flops, self.dtype or other.dtype)
-
-    def seconds(self, copy_gbs: float, gflops: float) -> tuple[float, str] | None:
-        """(the least time, what sets it: ``bytes`` or ``flops``) on a machine with these limits; None when unknown."""
-        times = []
-        if self.bytes is not None and copy_gbs > 0:
-            times.append((self.bytes / copy_gbs * 1e-9, "bytes"))
-        if self.flops is not None:
-            if gflops <= 0:
-                return None
-            times.append((self.flops / gflops * 1e-9, "flops"))
-        return max(times, default=None)
-
-
-Formula = Callable[..., Cost]
-
-
-def _streams(count: int, results: float, like: int = 0) -> Formula:
-    """The first ``count`` arguments are read, ``results`` tensors of the size of argument ``like`` are written."""
-
-    def formula(*arguments: Any) -> Cost:
-        if len(arguments) < count:
-            raise LookupError("arguments")
-        return Cost(sum(t.bytes for t in arguments[:count]) + results * arguments[like].dense)
-
-    return formula
 
 
 def _statistic(x: Arg, gamma: Arg) -> float:
@@ -157,66 +85,6 @@ def _linear_backward(dy: Arg, x: Arg, weight: Arg, *_: Any) -> Cost:
     return _dgrad(dy, weight) + _wgrad(dy, x)
 
 
-def _grouped(x: Arg, weight: Arg | list[Arg], groups: Arg, bias: Any = None, *_: Any) -> Cost:
-    """As if every row belonged to a group. ``weight``: [E, K, N], or a list of [K, N], as ``bias``."""
-    weights = weight if isinstance(weight, list) else [weight]
-    biases = bias if isinstance(bias, list) else [bias] if bias else []
-    k, n = weights[0].shape[-2:]
-    moved = sum(t.bytes for t in (x, groups, *weights, *biases)) + x.shape[0] * n * x.item
-    return Cost(moved, 2.0 * x.shape[0] * k * n, x.dtype)
-
-
-def _grouped_dgrad(dy: Arg, weight: Arg | list[Arg], groups: Arg, *_: Any) -> Cost:
-    weights = weight if isinstance(weight, list) else [weight]
-    k, n = weights[0].shape[-2:]
-    moved = sum(t.bytes for t in (dy, groups, *weights)) + dy.shape[0] * k * dy.item
-    return Cost(moved, 2.0 * dy.shape[0] * k * n, dy.dtype)
-
-
-def _grouped_wgrad(x: Arg, dy: Arg, groups: Arg, *_: Any) -> Cost:
-    k, n = x.shape[1], dy.shape[1]
-    moved = x.bytes + dy.bytes + groups.bytes + groups.shape[0] * k * n * x.item
-    return Cost(moved, 2.0 * x.shape[0] * k * n, x.dtype)
-
-
-def _grouped_add(sums: Arg, x: Arg, dy: Arg, groups: Arg, *_: Any) -> Cost:
-    moved = x.bytes + dy.bytes + groups.bytes + 2 * sums.dense
-    return Cost(moved, 2.0 * x.shape[0] * x.shape[1] * dy.shape[1], x.dtype)
-
-
-def _grouped_bias_grad(dy: Arg, groups: Arg, *_: Any) -> Cost:
-    return Cost(dy.bytes + groups.bytes + groups.shape[0] * dy.shape[1] * max(4, dy.item))
-
-
-def _separate(x: list[Arg], weight: list[Arg], bias: list[Arg], *_: Any) -> Cost:
-    _recorded(x)
-    moved = sum(t.bytes for t in (*x, *weight, *bias))
-    moved += sum(a.shape[0] * w.shape[1] * a.item for a, w in zip(x, weight, strict=True))
-    flops = sum(2.0 * a.numel * w.shape[1] for a, w in zip(x, weight, strict=True))
-    return Cost(moved, flops, x[0].dtype)
-
-
-def _experts(x: Arg, ids: Arg, probs: Arg, gate_up: list[Arg], down: list[Arg], up: list[Arg], *_: Any) -> Cost:
-    """As if every slot had an expert. ``down``: one [E, I, H], or a list of [I, H]."""
-    _recorded(down)
-    inner, width = down[0].shape[-2:]
-    moved = sum(t.bytes for t in (x, ids, probs, *gate_up, *down, *up)) + x.dense
-    return Cost(moved, 6.0 * ids.numel * inner * width, x.dtype)
-
-
-def _experts_backward(
-    dy: Arg, x: Arg, ids: Arg, probs: Arg, gate_up: list[Arg], down: list[Arg], up: list[Arg], saved: Arg, *needs: Any
-) -> Cost:
-    """Five products; down's (transposed) is needed for all but its own gradient."""
-    forward = _experts(x, ids, probs, gate_up, down, up)
-    need_x, need_probs, need_inner, need_outer = needs
-    moved = forward.bytes - x.dense + dy.bytes + saved.bytes
-    moved += x.dense * need_x + probs.dense * need_probs + sum(t.dense for t in down) * need_outer
-    moved += sum(t.dense for t in (*gate_up, *up)) * need_inner
-    products = (need_x or need_probs or need_inner) + 2 * need_x + 2 * need_inner + need_outer
-    return Cost(moved, forward.flops / 3 * products, x.dtype)
-
-
 def _bias_grad(dy: Arg, *_: Any) -> Cost:
     return Cost(dy.bytes + dy.shape[-1] * dy.item)
 
@@ -251,15 +119,9 @@ def _class_loss_backward(grad: Arg, log_prob: Arg, target: Arg, weight: Arg | No
     return Cost(grad.bytes + log_prob.bytes + target.bytes + log_prob.numel * grad.item + (weight.bytes if weight else 0))
 
 
-def _recorded(tensors: list[Arg]) -> None:
-    """Long lists are empty in a trace."""
-    if not tensors:
-        raise LookupError("list")
-
-
 def _adamw(params: list[Arg], grads: list[Arg], first: list[Arg], second: list[Arg], masters: Any = (), *_: Any) -> Cost:
     """Parameters, moments and copies are read and written, gradients read."""
-    _recorded(params)
+    recorded(params)
     written = [*params, *first, *second, *(masters or ())]
     return Cost(sum(2 * t.dense for t in written) + sum(t.bytes for t in grads))
 
@@ -270,91 +132,13 @@ def _adamw_one(var: Arg, m: Arg, v: Arg, grad: Arg, largest: Arg | None = None, 
 
 
 def _power_sums(grads: list[Arg], *_: Any) -> Cost:
-    _recorded(grads)
+    recorded(grads)
     return Cost(sum(t.bytes for t in grads))
 
 
 def _scale(grads: list[Arg], *_: Any) -> Cost:
-    _recorded(grads)
+    recorded(grads)
     return Cost(sum(2 * t.dense for t in grads))
-
-
-def _given(*arguments: Arg | None) -> float:
-    """Bytes of arguments of which some may be left out."""
-    return sum(a.bytes for a in arguments if a is not None)
-
-
-def _slots(rows: float, x: Arg, *read: Arg | None) -> Cost:
-    """``read`` once, and ``rows`` rows of x's width written."""
-    return Cost(_given(*read) + rows * x.shape[-1] * x.item)
-
-
-def _moe_permute(x: Arg, indices: Arg, rows: int | None = None, *_: Any) -> Cost:
-    kept = indices.numel
-    if rows:
-        kept = min(rows, kept) if rows > 0 else kept + rows
-    return _slots(kept, x, x, indices) + Cost(4 * indices.numel)
-
-
-def _moe_unpermute(rows: Arg, indices: Arg, probs: Arg | None = None, *_: Any) -> Cost:
-    tokens = indices.numel if probs is None else probs.shape[0]
-    return _slots(tokens, rows, rows, indices, probs)
-
-
-def _moe_unpermute_grad(rows: Arg, grad: Arg, indices: Arg, probs: Arg | None = None, *_: Any) -> Cost:
-    weights = 0 if probs is None else probs.dense + rows.bytes
-    return _slots(rows.shape[0], rows, grad, indices, probs) + Cost(weights)
-
-
-def _moe_unpermute_grad_v2(grad: Arg, indices: Arg, rows: int, dtype: Any, probs: Arg | None = None, *rest: Any) -> Cost:
-    weights = 0 if probs is None else probs.dense + rest[-1].bytes
-    return _slots(rows, grad, grad, indices, probs) + Cost(weights)
-
-
-def _moe_permute_map(x: Arg, routing_map: Arg, probs: Arg | None, n: int | None, drop: bool) -> Cost:
-    groups = routing_map.shape[1 if drop else 0]
-    rows = (x.shape[0] if n is None else n) // max(1, groups) * groups
-    return _slots(rows, x, x, routing_map) + Cost(rows * (4 + 2 * (probs.item if probs else 0)))
-
-
-def _moe_permute_map_grad(grad: Arg, probs: Arg | None, indices: Arg, routing_map: Arg, experts: int, tokens: int, *_: Any) -> Cost:
-    cells = tokens * experts * probs.item if probs else 0
-    return _slots(tokens, grad, grad, probs, indices, routing_map) + Cost(cells)
-
-
-def _moe_unpermute_map(rows: Arg, indices: Arg, shape: list[int], probs: Arg | None, *rest: Any) -> Cost:
-    return _slots(shape[0], rows, rows, indices, probs, rest[0]) + Cost(8 * indices.numel)
-
-
-def _moe_unpermute_map_grad(grad: Arg, index: Arg, ids: Arg, routing_map: Arg | None, rows: Arg | None, probs: Arg | None, *_: Any) -> Cost:
-    read = (grad, index, ids, routing_map, probs, rows if probs else None)
-    return _slots(index.numel, grad, *read) + Cost(probs.numel * grad.item if probs else 0)
-
-
-def _moe_init(x: Arg, row_idx: Arg, ids: Arg, active: int) -> Cost:
-    return _slots(min(active, x.shape[0]) * ids.shape[1], x, x, row_idx, ids) + Cost(8 * ids.numel)
-
-
-def _moe_init_v2(x: Arg, ids: Arg, *_: Any) -> Cost:
-    return _slots(ids.numel, x, x, ids) + Cost(4 * ids.numel)
-
-
-def _moe_init_grad(grad: Arg, index: Arg, tokens: int, *_: Any) -> Cost:
-    return _slots(tokens, grad, grad, index)
-
-
-def _moe_finalize(rows: Arg, skip1: Arg | None, skip2: Arg | None, bias: Arg | None, scales: Arg | None, index: Arg, ids: Arg | None, *rest: Any) -> Cost:
-    tokens = scales.shape[0] if scales else index.numel // ((rest[1] if len(rest) > 1 else 1) or 1)
-    return _slots(tokens, rows, rows, skip1, skip2, bias, scales, index, ids)
-
-
-def _moe_finalize_grad(grad: Arg, rows: Arg, bias: Arg | None, scales: Arg | None, index: Arg, ids: Arg | None, *_: Any) -> Cost:
-    read = (grad, index, ids) if scales is None else (grad, rows, bias, scales, index, ids)
-    return Cost(_given(*read) + rows.dense + (bias.dense if bias else 0) + (scales.dense if scales else 0))
-
-
-def _moe_re_routing(x: Arg, counts: Arg, scales: Arg | None, *_: Any) -> Cost:
-    return Cost(x.bytes + x.dense + counts.bytes + 4 * x.shape[0] + (2 * scales.bytes if scales else 0))
 
 
 #: Operators in Python that call others of jumar: those have the cost.
@@ -375,6 +159,8 @@ COMPOSITES = (
 #: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,
 #: lists of tensors lists of them; what a trace does not record (strings, floats that were left out) is None.
 FUSED_COSTS: dict[str, Formula] = {
+    **MOE_COSTS,
+    **ROUTER_COSTS,
     "npu_rms_norm": _rms_norm,
     "npu_rms_norm_backward": _rms_norm_backward,
     "npu_gemma_rms_norm": _rms_norm,
@@ -383,48 +169,18 @@ FUSED_COSTS: dict[str, Formula] = {
     "add_rms_norm_backward": _add_rms_norm_backward,
     "rms_norm_gated": _rms_norm_gated,
     "rms_norm_gated_backward": _rms_norm_gated_backward,
-    "npu_swiglu": _streams(1, 0.5),
-    "npu_swiglu_backward": _streams(2, 1, like=1),
-    "swiglu_gate_up": _streams(2, 1),
-    "swiglu_gate_up_backward": _streams(3, 2, like=1),
-    "npu_rotary_mul": _streams(3, 1),
+    "npu_swiglu": streams(1, 0.5),
+    "npu_swiglu_backward": streams(2, 1, like=1),
+    "swiglu_gate_up": streams(2, 1),
+    "swiglu_gate_up_backward": streams(3, 2, like=1),
+    "npu_rotary_mul": streams(3, 1),
     "npu_rotary_mul_backward": _rotary_backward_all,
-    "rotary_mul_backward": _streams(3, 1),
+    "rotary_mul_backward": streams(3, 1),
     "npu_linear": _linear,
     "linear_dgrad": _dgrad,
     "linear_wgrad": _wgrad,
     "linear_bias_grad": _bias_grad,
     "npu_linear_backward": _linear_backward,
-    "grouped_matmul": _grouped,
-    "grouped_matmul_dgrad": _grouped_dgrad,
-    "grouped_matmul_wgrad": _grouped_wgrad,
-    "grouped_matmul_bias_grad": _grouped_bias_grad,
-    "grouped_matmul_list": _grouped,
-    "grouped_matmul_list_dgrad": _grouped_dgrad,
-    "grouped_matmul_list_wgrad": _grouped_wgrad,
-    "grouped_matmul_add_": _grouped_add,
-    "separate_matmul": _separate,
-    "npu_moe_token_permute": _moe_permute,
-    "npu_moe_token_permute_grad": lambda x, grad, ids, index, *_: _slots(x.shape[0], x, grad, index),
-    "npu_moe_token_permute_grad_v2": _moe_init_grad,
-    "npu_moe_token_unpermute": _moe_unpermute,
-    "_npu_moe_token_unpermute": _moe_unpermute,
-    "npu_moe_token_unpermute_grad": _moe_unpermute_grad,
-    "npu_moe_token_unpermute_grad_v2": _moe_unpermute_grad_v2,
-    "moe_permute_map": _moe_permute_map,
-    "npu_moe_token_permute_with_routing_map_grad": _moe_permute_map_grad,
-    "moe_unpermute_map": _moe_unpermute_map,
-    "npu_moe_token_unpermute_with_routing_map_grad": _moe_unpermute_map_grad,
-    "npu_moe_init_routing": _moe_init,
-    "moe_init_routing_v2": _moe_init_v2,
-    "moe_init_routing_grad": _moe_init_grad,
-    "npu_moe_finalize_routing": _moe_finalize,
-    "moe_finalize_routing_grad": _moe_finalize_grad,
-    "moe_re_routing": _moe_re_routing,
-    "moe_re_routing_grad": lambda grad, index: Cost(grad.bytes + grad.dense + index.bytes),
-    "expert_counts": lambda indices, experts: Cost(indices.bytes + 8 * experts),
-    "moe_ffn": _experts,
-    "moe_ffn_backward": _experts_backward,
     "linear_cross_entropy": _head_loss,
     "linear_cross_entropy_backward": _head_loss_backward,
     "npu_cross_entropy_loss": _class_loss,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jumar.opinfo.costs import FUSED_COSTS, Arg, Cost, Formula
+from jumar.opinfo.cost_types import Arg, Cost, Formula
 
 
 def _forward(x: Arg, k: int, *_: Any) -> Cost:
@@ -45,5 +45,3 @@ ROUTER_COSTS: dict[str, Formula] = {
     "router_z_loss_backward": lambda grad, x: Cost(x.bytes + x.dense),
     "expert_bias_update": lambda bias, tokens, *_: Cost(bias.bytes + bias.dense + tokens.bytes),
 }
-
-FUSED_COSTS.update(ROUTER_COSTS)
