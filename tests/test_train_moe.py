@@ -36,7 +36,7 @@ def runs(tmp_path_factory):
     for model in MODELS:
         for form, converters in (("fused", NAMES), ("eager", [])):
             folder = tmp_path_factory.mktemp(f"{model}_{form}")
-            found[model, form] = _run(folder, model, "optimizer.lr=3e-3", converters=converters)
+            found[model, form] = _run(folder, model, "optimizer.lr=3e-3", "training.seq_len=32", converters=converters)
     return found
 
 
@@ -71,7 +71,7 @@ def test_tokens_of_every_expert_are_recorded(runs, model):
     for record in run["records"]:
         counts = record["tokens_per_expert"]
         assert tuple(counts) == layers
-        assert all(len(c) == 8 and sum(c) == 2 * 64 * top_k for c in counts.values())
+        assert all(len(c) == 8 and sum(c) == 2 * 32 * top_k for c in counts.values())
         worst = max(max(c) * 8 / sum(c) for c in counts.values())
         assert record["expert_balance_worst"] == pytest.approx(worst) and worst >= record["expert_balance"] >= 1
     folder = Path(run["dump_folder"])

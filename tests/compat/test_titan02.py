@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear"]
+MOE = ["npu_rms_norm", "npu_swiglu", "npu_linear", "npu_gmm", "npu_permute", "npu_router"]
 _JOB = """
 [job]
 dump_folder = "{folder}/out"
@@ -123,6 +124,77 @@ def test_two_processes(folder):
     arguments = ["--parallelism.tensor_parallel_degree=2"]
     fused = _losses(_run(folder, "llama3", CONVERTERS, *arguments, processes=2))
     assert fused == pytest.approx(_losses(_run(folder, "llama3", [], *arguments, processes=2)), rel=1e-5)
+
+
+def test_mixture_of_experts(folder):
+    fused = _run(folder, "deepseek_v3", MOE)
+    for name in MOE[-3:]:
+        assert f"{name}: 5 modules replaced" in fused
+    # The plain experts round to bf16.
+    assert _losses(fused) == pytest.approx(_losses(_run(folder, "deepseek_v3", [])), rel=5e-5)
+
+
+@pytest.mark.parametrize("layout", ["expert", "tensor"])
+def test_experts_on_two_processes(folder, layout):
+    arguments = [f"--parallelism.{layout}_parallel_degree=2"]
+    fused = _losses(_run(folder, "deepseek_v3", MOE, *arguments, processes=2))
+    expected = _losses(_run(folder, "deepseek_v3", [], *arguments, processes=2))
+    assert fused == pytest.approx(expected, rel=5e-5)
+
+
+def _mixture(before: bool, score: str = "sigmoid", **more):
+    from torchtitan.models.moe.moe import MoE, MoEArgs
+
+    torch.manual_seed(0)
+    arguments = MoEArgs(
+        num_experts=8, num_shared_experts=1, score_func=score, top_k=3, score_before_experts=before, route_norm=True,
+        route_scale=1.5, use_grouped_mm=False, **more,
+    )  # fmt: skip
+    model = MoE(arguments, 32, 16)
+    with torch.no_grad():
+        model.init_weights(0.2, torch.device("cpu"))
+    model.expert_bias.copy_(torch.linspace(-0.2, 0.2, 8))
+    return model
+
+
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("names", [MOE[-3:], ["npu_gmm"], ["npu_permute"], ["npu_router"]], ids=" ".join)
+def test_mixture_against_its_parent(before, names):
+    """Outputs, gradients, counts, with scores before or after the experts; the parent runs its loop over experts in fp32."""
+    import copy
+    from types import SimpleNamespace
+
+    from jumar.titan02 import converters
+
+    plain = _mixture(before, num_expert_groups=4, num_limited_groups=2)
+    model = copy.deepcopy(plain)
+    dims = SimpleNamespace(tp_enabled=False, ep_enabled=False, etp=1)
+    for name in names:
+        report = converters._report(model, name, dims)
+        assert len(report.replaced) == 1 and not report.skipped
+        assert [s.reason for s in converters._report(model, name, dims).skipped] == ["already converted"]
+    assert list(model.state_dict()) == list(plain.state_dict())
+    results = []
+    for net in (plain, model):
+        x = torch.randn(2, 11, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out = net(x)
+        out.square().sum().backward()
+        results.append([out, x.grad, net.tokens_per_expert, *(p.grad for p in net.parameters())])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=2e-4, atol=1e-5 * want.abs().max().item())
+
+
+def test_mixtures_that_are_left_alone():
+    from types import SimpleNamespace
+
+    from jumar.titan02 import converters
+
+    model = _mixture(False, _debug_force_load_balance=True)
+    dims = SimpleNamespace(tp_enabled=True, ep_enabled=True, etp=1)
+    reasons = {name: [s.reason for s in converters._report(model, name, dims).skipped] for name in MOE[-3:]}
+    assert reasons["npu_gmm"] == []
+    assert reasons["npu_permute"] == ["its tensor-parallel ranks share out the tokens, which the module's own reordering does"]
+    assert reasons["npu_router"] == ["_debug_force_load_balance routes by position, not by scores"]
 
 
 def test_nothing_matched_is_an_error_unless_optional(folder):

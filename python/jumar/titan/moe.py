@@ -57,6 +57,11 @@ class FusedGroupedExperts(GroupedExperts):
         gated = ops.swiglu_gate_up(*(ops.grouped_matmul(x, w, counts, group_list_type=1) for w in gate_up))
         return ops.grouped_matmul(gated, down, counts, group_list_type=1)
 
+    def routed(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
+        """The weighted sum of every token's experts by ``moe_ffn``: x [T, D], ids and scores [T, K] -> [T, D]."""
+        gate, up, down = self.weights(x.dtype)
+        return ops.moe_ffn(x, ids, scores, gate, down, up)
+
 
 def _combine(rows: Tensor, metadata: LocalDispatchMetadata, x: Tensor) -> Tensor:
     """The weighted sum of every token's rows: [T * K, D] -> [T, D]."""
@@ -124,12 +129,26 @@ class FusedAllToAllTokenDispatcher(AllToAllTokenDispatcher):
         return _combine(rows, metadata, x)
 
 
+_DISPATCHERS = (FusedLocalTokenDispatcher, FusedAllToAllTokenDispatcher)
+
+
 class FusedRoutedExperts(RoutedExperts):
-    """Dispatch, experts, combine, with a fused dispatcher."""
+    """Dispatch, experts, combine; by ``moe_ffn`` where experts and dispatcher are fused and no ranks share the experts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
         pass
+
+    @adopt_signature(RoutedExperts)
+    def forward(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+        experts, dispatcher = self.inner_experts, self.token_dispatcher
+        local = isinstance(dispatcher, _DISPATCHERS) and getattr(dispatcher, "ep_mesh", None) is None
+        whole = local and isinstance(experts, FusedGroupedExperts)
+        # What hooks the experts wants to see them called.
+        if not whole or spmd.is_type_checking() or experts._forward_hooks or experts._forward_pre_hooks:
+            return RoutedExperts.forward(self, x, scores, ids, counts)
+        out = experts.routed(*(part.flatten(0, 1) for part in (x, ids, scores)))
+        return out.view(x.shape[0], -1, x.shape[-1])
 
 
 class _Wide:
@@ -217,13 +236,13 @@ class RouterConverter(Converter):
 CONVERTERS = (
     Converter(
         "npu_gmm",
-        "grouped_matmul",
+        "grouped_matmul or moe_ffn",
         GroupedExperts.Config,
         {GroupedExperts.Config: FusedGroupedExperts.Config},
     ),
     DispatchConverter(
         "npu_permute",
-        "npu_moe_token_permute",
+        "npu_moe_token_permute or moe_ffn",
         RoutedExperts.Config,
         {RoutedExperts.Config: FusedRoutedExperts.Config},
     ),

@@ -56,7 +56,10 @@ class FusedRouter(TokenChoiceTopKRouter):
 
 
 class FusedMoE(MoE):
-    """Rows in expert order by ``npu_moe_token_permute``, their weighted sums by ``npu_moe_token_unpermute``."""
+    """Rows in expert order by ``npu_moe_token_permute``, their weighted sums by ``npu_moe_token_unpermute``.
+
+    ``moe_ffn`` does all of it where the experts are fused, whole and not hooked, and their results are weighed.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -68,18 +71,24 @@ class FusedMoE(MoE):
         return (out if shared is None else shared + out).view(x.shape)
 
     def _routed(self, x: Tensor, scores: Tensor, ids: Tensor, counts: Tensor) -> Tensor:
+        experts = self.experts
+        # Every form of parallelism of torchtitan 0.2 works by hooks.
+        hooked = experts._forward_hooks or experts._forward_pre_hooks
+        if isinstance(experts, FusedGroupedExperts) and not self.score_before_experts and not hooked:
+            gate, up, down = experts.weights(x.dtype)
+            return ops.moe_ffn(x, ids, scores, gate, down, up)
         rows, positions = ops.npu_moe_token_permute(x, ids)
         if self.score_before_experts:
             by_row, _ = ops.npu_moe_token_permute(scores.reshape(-1, 1), ids.reshape(-1))
             rows = (rows.float() * by_row).to(x.dtype)
             scores = torch.ones_like(scores)
-        return ops.npu_moe_token_unpermute(self.experts(rows, counts), positions, scores).to(x.dtype)
+        return ops.npu_moe_token_unpermute(experts(rows, counts), positions, scores).to(x.dtype)
 
 
 #: For a converter, the class that it looks at, the one that it gives, and the operator.
 _FORMS = {
-    "npu_gmm": (GroupedExperts, FusedGroupedExperts, "grouped_matmul"),
-    "npu_permute": (MoE, FusedMoE, "npu_moe_token_permute"),
+    "npu_gmm": (GroupedExperts, FusedGroupedExperts, "grouped_matmul or moe_ffn"),
+    "npu_permute": (MoE, FusedMoE, "npu_moe_token_permute or moe_ffn"),
     "npu_router": (TokenChoiceTopKRouter, FusedRouter, "router_top_k"),
 }
 
