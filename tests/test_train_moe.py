@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import tomllib
 from pathlib import Path
@@ -14,7 +15,7 @@ pytest.importorskip("torchtitan")
 
 from jumar import titan  # noqa: E402
 from jumar.train import JobError, experts, runner  # noqa: E402
-from train_util import quickly, train_job, write_job  # noqa: E402
+from train_util import quickly, torchrun, train_job, write_job  # noqa: E402
 
 NAMES = ["npu_rms_norm", "npu_rope", "npu_swiglu?", "npu_linear", "npu_gmm", "npu_permute", "npu_router"]
 MODELS = {
@@ -205,3 +206,31 @@ def test_job_files(file):
     assert not report.unmatched and not report.skipped
     assert {"npu_gmm", "npu_permute", "npu_router"} <= set(report.requested)
     assert tomllib.loads(job.file.read_text())["model"]["name"] == job["model"]["name"]
+
+
+LAYOUTS = {
+    "expert": ["parallelism.expert_parallel_degree=2"],
+    "tensor": ["parallelism.tensor_parallel_degree=2"],
+    "tensor and expert": ["parallelism.tensor_parallel_degree=2", "parallelism.expert_parallel_degree=2"],
+    "pipeline": ["parallelism.pipeline_parallel_degree=2"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_processes(tmp_path, layout):
+    """Fused and plain agree, counts are of all ranks, and the exported model is whole."""
+    if not os.environ.get("JUMAR_LONG_TESTS"):
+        pytest.skip("long; set JUMAR_LONG_TESTS=1")
+    options = [*MODELS["deepseek_v3"], "training.steps=3", "lr_scheduler.total_steps=10", *LAYOUTS[layout]]
+    fused, eager = (
+        torchrun(write_job(tmp_path / str(len(names)), names), *options) for names in (NAMES, [])
+    )
+    assert fused["losses"] == pytest.approx(eager["losses"], rel=5e-5)
+    # Ranks that share the tokens of a sequence count them once; data-parallel ones have tokens of their own.
+    sequences = 4 if layout == "expert" else 2
+    for run in (fused, eager):
+        for record in run["records"]:
+            assert all(sum(c) == sequences * 64 * 3 for c in record["tokens_per_expert"].values())
+            assert set(record["tokens_per_expert"]) == {"1", "2"}
+    assert Path(fused["hf_folder"], "model.safetensors").is_file()

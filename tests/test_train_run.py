@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 pytest.importorskip("torchtitan")
 
 from jumar import compat, titan, train  # noqa: E402
-from train_util import CONVERTERS, no_sleep, quickly, train_job, write_job  # noqa: E402
+from train_util import CONVERTERS, no_sleep, quickly, torchrun, train_job, write_job  # noqa: E402
 
 _quick = pytest.fixture(autouse=True)(quickly)
 
@@ -239,22 +237,6 @@ def test_untied_model_and_llama(tmp_path):
         assert {n: tuple(t.shape) for n, t in ours.items()} == shapes
 
 
-def _torchrun(job: Path, *overrides: str, processes: int = 2) -> dict:
-    code = (
-        "import sys, json, os; from jumar import train; r = train.run(sys.argv[1], sys.argv[2:], json=True)"
-    )
-    script = job.parent / "run.py"
-    script.write_text(code)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-    done = subprocess.run(
-        [*command, str(script), str(job), *overrides],
-        env=environment, capture_output=True, text=True, timeout=300, cwd=job.parent,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["tensor", "pipeline", "context", "data"])
 def test_two_processes(tmp_path, layout):
@@ -267,12 +249,12 @@ def test_two_processes(tmp_path, layout):
     start = ["checkpoint.enable=true", "checkpoint.load_only=true",
              f"checkpoint.initial_load_path={tmp_path / 'seed' / 'checkpoint' / 'step-0'}"]
     degree = {"data": "parallelism.data_parallel_shard_degree=2"}.get(layout, f"parallelism.{layout}_parallel_degree=2")
-    two = _torchrun(job, *base, *start, degree)
+    two = torchrun(job, *base, *start, degree)
     assert two["processes"] == 2
     assert {row["converter"]: row["modules"] for row in two["operators"]}["npu_linear"] == 11
     if layout == "data":
         # Ranks read other documents than one process does: the plain model is the reference.
-        other = _torchrun(job, *base, *start, degree, "model.converters=")
+        other = torchrun(job, *base, *start, degree, "model.converters=")
     else:
         other = train_job(job, *base, *start)
     assert two["losses"] == pytest.approx(other["losses"], rel=5e-5)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,3 +86,17 @@ def train_job(job: Path, *overrides: str) -> dict:
 
     with contextlib.redirect_stderr(io.StringIO()):
         return runner.train(runner.prepare(str(job), list(overrides)))
+
+
+def torchrun(job: Path, *overrides: str, processes: int = 2) -> dict:
+    """Trains a job on several processes; returns its document."""
+    script = job.parent / "run.py"
+    script.write_text("import sys; from jumar import train; train.run(sys.argv[1], sys.argv[2:], json=True)")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+    done = subprocess.run(
+        [*command, str(script), str(job), *overrides],
+        env=environment, capture_output=True, text=True, timeout=300, cwd=job.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
