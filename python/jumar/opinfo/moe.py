@@ -100,13 +100,15 @@ def _bench(
     )
 
 
-def _traffic(forward: int, backward: int) -> Callable[[Shape, int], tuple[float, float]]:
-    """So many passes over the permuted rows, and one over the tokens in each direction."""
+def _traffic(
+    forward: int, backward: int, skips: int = 0
+) -> Callable[[Shape, int], tuple[float, float]]:
+    """So many passes over the permuted rows, one over the tokens in each direction, and tensors added to them."""
 
     def traffic(shape: Shape, item: int) -> tuple[float, float]:
         tokens = float(shape["tokens"] * shape["width"] * item)
         rows = tokens * shape["top_k"]
-        first = tokens + forward * rows
+        first = (1 + skips) * tokens + forward * rows
         return first, first + tokens + backward * rows
 
     return traffic
@@ -416,7 +418,7 @@ ENTRIES = (
         shapes="rows [.., H], skips [n, H], bias [E, H], scales [n, K] -> [n, H]",
         backward=("moe_finalize_routing_grad",),
         doc=_ROUTING_PAGE,
-        traffic=_traffic(1, 2),
+        traffic=_traffic(1, 2, skips=2),
     ),
     _entry(
         _re_tensors,
