@@ -73,7 +73,7 @@ def scratch_registry(monkeypatch):
 
 
 def test_known_names():
-    assert list(known_converters()) == ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear", "npu_loss"]
+    assert list(known_converters()) == ["npu_rms_norm", "npu_rope", "npu_sdpa", "npu_swiglu", "npu_linear", "npu_loss"]
     for alias, name in {
         "rms_norm": "npu_rms_norm",
         "rotary": "npu_rope",
@@ -193,6 +193,7 @@ def test_kernelize_takes_what_applies():
     assert {name: c["replaced"] for name, c in report.counts().items()} == {
         "npu_rms_norm": 2,
         "npu_rope": 0,
+        "npu_sdpa": 0,
         "npu_swiglu": 2,
         "npu_linear": 6,
         "npu_loss": 0,

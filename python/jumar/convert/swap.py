@@ -182,9 +182,11 @@ class SwapAction:
 def revert(model: nn.Module) -> int:
     """Take every conversion off a model, however it came by it (a copy or an unpickled model has no report).
 
-    Returns the number of modules that got their original class back.
+    Returns the number of modules that got their original class or configuration back.
     """
-    count = 0
+    from jumar.convert import sdpa
+
+    count = sdpa.revert(model)
     for module in model.modules():
         conversion = conversion_of(module)
         if conversion is not None:

@@ -2,6 +2,7 @@
 #include "kernels/attention/attention.h"
 
 #include "base/parallel.h"
+#include "jumar/runtime.h"
 #include "kernels/attention/attention_blocks.h"
 
 namespace jumar {
@@ -16,7 +17,15 @@ class Forward {
   Forward(const AttentionPlan& plan, const TensorView& out, const TensorView& max, const TensorView& sum)
       : plan_(plan), out_(out), max_(max), sum_(sum) {
     const int64_t row = plan.shape.group * std::max<int64_t>(plan.shape.d, 64);
-    task_rows_ = std::max<int64_t>(1, kTaskElements / (row * plan.width)) * plan.width;
+    int64_t panels = std::max<int64_t>(1, kTaskElements / (row * plan.width));
+    // Rows do not depend on each other: smaller tasks where there are too few for all threads.
+    const auto tasks = [&] {
+      int64_t n = 0;
+      for (const AttentionSequence& s : plan.in.sequences) n += CeilDiv(s.q_len, panels * plan.width);
+      return n * plan.shape.kv_heads;
+    };
+    while (panels > 1 && tasks() < 2 * NumThreads()) panels = (panels + 1) / 2;
+    task_rows_ = panels * plan.width;
     const GemmKernel& gemm = plan.gemm;
     k_stride_ = gemm.PanelStride(gemm.mr, plan.shape.d);
     v_stride_ = gemm.PanelStride(gemm.mr, plan.key_block);

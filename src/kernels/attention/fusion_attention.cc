@@ -286,8 +286,8 @@ void FusionAttention::SetMask(const TensorView& mask, bool compressed, bool with
                 ", which does not go with ", packed ? "sequences" : "scores", " of [", expected[0], ", ", expected[1],
                 ", ", expected[2], ", ", expected[3], "]");
   }
-  // An empty mask hides nothing of nothing.
-  if (mask.numel() == 0) m.data = nullptr;
+  // An empty mask hides nothing of nothing, and a single 0 nothing at all.
+  if (mask.numel() == 0 || (mask.numel() == 1 && *m.data == 0)) m.data = nullptr;
 }
 
 void FusionAttention::SetPse(const TensorView& pse) {
