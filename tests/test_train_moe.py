@@ -129,6 +129,16 @@ def test_exported_model_gives_the_same_logits(runs, model):
         )
 
 
+def test_exported_bias_is_not_rounded(tmp_path):
+    """A bias of bf16 would choose other experts; transformers keeps it in fp32 too."""
+    from safetensors.torch import load_file
+
+    run = _run(tmp_path, "deepseek_v3", "training.steps=2", "checkpoint.export_dtype=bfloat16", converters=[])
+    weights = load_file(Path(run["hf_folder"]) / "model.safetensors")
+    assert {t.dtype for name, t in weights.items() if name.endswith("e_score_correction_bias")} == {torch.float32}
+    assert weights["model.norm.weight"].dtype == torch.bfloat16
+
+
 def test_models_that_transformers_does_not_have_are_not_exported(tmp_path, caplog):
     short = ["training.steps=1"]
     run = _run(tmp_path / "bias", "qwen3", *short, "model.load_balance_coeff=0.001", converters=[])
