@@ -73,12 +73,18 @@ def scratch_registry(monkeypatch):
 
 
 def test_known_names():
-    assert list(known_converters()) == ["npu_rms_norm", "npu_rope", "npu_sdpa", "npu_swiglu", "npu_linear", "npu_loss"]
+    assert list(known_converters()) == [
+        "npu_rms_norm", "npu_rope", "npu_sdpa", "npu_swiglu", "npu_linear", "npu_loss", "npu_gmm", "npu_permute", "npu_router",
+    ]
     for alias, name in {
         "rms_norm": "npu_rms_norm",
         "rotary": "npu_rope",
         "swiglu": "npu_swiglu",
         "loss": "npu_loss",
+        "gmm": "npu_gmm",
+        "moe_experts": "npu_gmm",
+        "permute": "npu_permute",
+        "router": "npu_router",
     }.items():
         assert resolve(alias)[0] is known_converters()[name]
     assert resolve("npu_rope") == (known_converters()["npu_rope"], False)
@@ -197,6 +203,9 @@ def test_kernelize_takes_what_applies():
         "npu_swiglu": 2,
         "npu_linear": 6,
         "npu_loss": 0,
+        "npu_gmm": 0,
+        "npu_permute": 0,
+        "npu_router": 0,
     }
     with pytest.raises(ConverterError, match="matched nothing"):
         jumar.kernelize(nn.Sequential(nn.ReLU()), strict=True)

@@ -21,7 +21,8 @@ from jumar.train.hf import dataset, records  # noqa: E402
 from jumar.train.hf import model as hf_model  # noqa: E402
 from train_util import train_job  # noqa: E402
 
-FAMILIES = list(models.BUILT_IN)
+# Gated delta nets (Qwen3-Next, Qwen3.5) mix packed documents.
+FAMILIES = [name for name in models.BUILT_IN if not name.startswith(("qwen3_next", "qwen3_5"))]
 
 
 @pytest.fixture(autouse=True)

@@ -19,5 +19,5 @@ for name in ${NAMES:-hf457 titan02}; do
   fi
   "$venv/bin/pip" install -q --no-deps --force-reinstall build/wheel/jumar-*.whl
   echo "$name: $("$venv/bin/pip" list 2>/dev/null | grep -E '^(torch|torchtitan|transformers) ' | tr -s ' ' | tr '\n' ' ')"
-  "$venv/bin/python" -m pytest "tests/compat/test_$name.py"
+  "$venv/bin/python" -m pytest tests/compat/test_"$name"*.py
 done

@@ -70,7 +70,7 @@ def _text(family: str, **more: Any) -> Callable[[], Any]:
         import transformers
 
         cls = getattr(transformers, f"{family}Config")
-        return cls(**_TEXT, **_rope(cls, 10000.0), **more)
+        return cls(**{**_TEXT, **_rope(cls, 10000.0), **more})
 
     return config
 
@@ -94,6 +94,56 @@ def _qwen3_vl() -> Any:
     return Qwen3VLConfig(text_config=text, vision_config=vision, **_TOKENS)
 
 
+_KINDS = 6
+_ROUTED = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+_SHARED = {**_ROUTED, "shared_expert_intermediate_size": 28}
+_DELTA_NET = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+_DEEPSEEK = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+
+def _qwen3_vl_moe() -> Any:
+    from transformers import Qwen3VLMoeConfig
+    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+
+    vision = {**_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    rope = _rope(Qwen3VLMoeTextConfig, 10000.0, mrope_section=[2, 2, 2], mrope_interleaved=True)
+    text = {**_TEXT, "head_dim": 12, "tie_word_embeddings": False, **_ROUTED, **rope}
+    return Qwen3VLMoeConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=False, **_TOKENS
+    )
+
+
+def _qwen3_5_moe() -> Any:
+    from transformers import Qwen3_5MoeConfig
+
+    rope = {"mrope_section": [2, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.5}
+    rope |= {"rope_type": "default", "rope_theta": 10000.0}
+    text = {**_TEXT, **_SHARED, **_DELTA_NET, "rope_parameters": rope}
+    vision = {**_VISION, "num_position_embeddings": 16}
+    return Qwen3_5MoeConfig(text_config=text, vision_config=vision, **_TOKENS)
+
+
 #: name -> (name of the model class in transformers, maker of its configuration)
 BUILT_IN: dict[str, tuple[str, Callable[[], Any]]] = {
     "llama": ("LlamaForCausalLM", _text("Llama")),
@@ -101,23 +151,46 @@ BUILT_IN: dict[str, tuple[str, Callable[[], Any]]] = {
     "qwen3": ("Qwen3ForCausalLM", _text("Qwen3", head_dim=16)),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", _qwen2_5_vl),
     "qwen3_vl": ("Qwen3VLForConditionalGeneration", _qwen3_vl),
+    "mixtral": ("MixtralForCausalLM", _text("Mixtral", num_local_experts=8, num_experts_per_tok=3)),
+    "qwen2_moe": ("Qwen2MoeForCausalLM", _text("Qwen2Moe", **_SHARED)),
+    "qwen3_moe": (
+        "Qwen3MoeForCausalLM",
+        _text("Qwen3Moe", **_ROUTED, head_dim=16, norm_topk_prob=True),
+    ),
+    "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", _qwen3_vl_moe),
+    "qwen3_next": (
+        "Qwen3NextForCausalLM",
+        _text("Qwen3Next", **_SHARED, **_DELTA_NET, partial_rotary_factor=0.5),
+    ),
+    "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", _qwen3_5_moe),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", _text("DeepseekV3", **_DEEPSEEK)),
 }
+
+
+def available() -> list[str]:
+    """The built-in models that the installed transformers has."""
+    import transformers
+
+    return [name for name, (cls, _) in BUILT_IN.items() if hasattr(transformers, cls)]
 
 
 def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A built-in tiny model with random weights, norm weights and biases included; in eval mode.
 
-    Raises ValueError for an unknown name, with the nearest one.
+    Raises ValueError for an unknown name, with the nearest one, and for a model that transformers lacks.
     """
     if name not in BUILT_IN:
         raise ValueError(_unknown(name))
     import transformers
 
     cls_name, make_config = BUILT_IN[name]
+    if not hasattr(transformers, cls_name):
+        raise ValueError(f"{name!r}: transformers {transformers.__version__} has no {cls_name}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, cls_name)(make_config())
         _randomise(model)
+        _separate_experts(model)
     return model.to(dtype).eval()
 
 
@@ -127,6 +200,28 @@ def _randomise(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.3)
+
+
+def _separate_experts(model: nn.Module) -> None:
+    """Let routers decide clearly: tokens come in kinds, and each kind prefers its experts by a wide margin.
+
+    Where two experts are nearly tied the last bit of the hidden state decides, and no two dtypes can be compared.
+    """
+    blocks = [m for m in model.modules() if {"gate", "experts"} <= m._modules.keys()]
+    if not blocks:
+        return
+    with torch.no_grad():
+        embedding = model.get_input_embeddings().weight
+        kinds = torch.randn(_KINDS, embedding.shape[1]).sign()
+        embedding += kinds[torch.arange(len(embedding)) % _KINDS]
+        for router in (block.gate for block in blocks):
+            experts = len(router.weight)
+            order = torch.stack([torch.randperm(experts) for _ in range(_KINDS)])
+            preference = (order.float() - experts / 2).T @ kinds
+            router.weight.mul_(0.05).add_(preference, alpha=1.0 / kinds.shape[1])
+            bias = getattr(router, "e_score_correction_bias", None)
+            if bias is not None:
+                bias.add_(torch.randn_like(bias), alpha=0.02)
 
 
 def _unknown(name: str) -> str:

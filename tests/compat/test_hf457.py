@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-pytest.register_assert_rewrite("convert_hf_suite")
+pytest.register_assert_rewrite("convert_hf_suite", "moe_hf_suite")
 transformers = pytest.importorskip("transformers")
 
 from convert_hf_suite import *  # noqa: E402, F403

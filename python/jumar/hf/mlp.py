@@ -19,7 +19,7 @@ NAMES = (
     ("gate_up_proj", "down_proj"),
 )
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     "SiLU": F.silu,
     "GELU": F.gelu,
     "tanh GELU": lambda x: F.gelu(x, approximate="tanh"),
@@ -30,7 +30,7 @@ _ACTIVATIONS = {
 
 
 # Of the probe's inputs: the larger ones reach what a clamp would cut.
-_SCALES = (1.0, 40.0, 1e4)
+SCALES = (1.0, 40.0, 1e4)
 
 
 class _Gather(nn.Module):
@@ -78,10 +78,10 @@ def recognise(module: nn.Module) -> Verdict:
     others = {
         n: child for n, child in module._modules.items() if n not in names and child is not None
     }
-    hooked = [name for name, child in others.items() if _has_hooks(child)]
+    hooked = [name for name, child in others.items() if has_hooks(child)]
     if hooked:
         return Miss(f"{hooked[0]} has hooks, which the operator would not run")
-    for training, scale in itertools.product((False, True), _SCALES):
+    for training, scale in itertools.product((False, True), SCALES):
         children, x = stand_ins(module, names)
         x = x * scale
         copy = probe.stand_in(module, children=children, training=training)
@@ -101,7 +101,7 @@ def recognise(module: nn.Module) -> Verdict:
     return Match("swiglu_gate_up" if len(names) == 3 else "npu_swiglu", names)
 
 
-def _has_hooks(module: nn.Module) -> bool:
+def has_hooks(module: nn.Module) -> bool:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(vars(m).get(kind) for m in module.modules() for kind in kinds)
 
@@ -110,7 +110,7 @@ def _difference(out, x: torch.Tensor, layers: list[_Gather]) -> str | None:
     """What the module computes instead of down(silu(gate) * up), or None."""
     *into, down = layers
     g, u = (layer(x) for layer in into) if len(into) == 2 else into[0](x).chunk(2, -1)
-    for name, function in _ACTIVATIONS.items():
+    for name, function in ACTIVATIONS.items():
         if probe.same(out, down(function(g) * u)):
             return None if name == "SiLU" else f"its activation is {name}, not SiLU"
         if probe.same(out, down(g * function(u))):

@@ -14,6 +14,13 @@ _TITLES = {
     "qwen3": "Qwen3",
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_vl": "Qwen3-VL",
+    "mixtral": "Mixtral",
+    "qwen2_moe": "Qwen2-MoE",
+    "qwen3_moe": "Qwen3-MoE",
+    "qwen3_vl_moe": "Qwen3-VL-MoE",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5_moe": "Qwen3.5-MoE",
+    "deepseek_v3": "DeepSeek-V3",
 }
 
 
@@ -21,7 +28,7 @@ def model_reports(names: Iterable[str] | None = None) -> dict[str, Report]:
     """The conversion report of each built-in model (see :mod:`jumar.models`), everything that applies."""
     from jumar import models
 
-    return {name: kernelize(models.build(name)) for name in (names or models.BUILT_IN)}
+    return {name: kernelize(models.build(name)) for name in (names or models.available())}
 
 
 def _cell(report: Report, converter: str) -> str:
