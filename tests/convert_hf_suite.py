@@ -16,18 +16,19 @@ from jumar import models
 from jumar.convert import revert
 from jumar.convert.registry import ALREADY
 
-#: sites of (npu_rms_norm, npu_rope, npu_swiglu, npu_linear, npu_loss) in the built-in dense models
+#: sites of (npu_rms_norm, npu_rope, npu_sdpa, npu_swiglu, npu_linear, npu_loss) in the built-in dense models
 SITES = {
-    "llama": (5, 2, 2, 15, 1),
-    "qwen2": (5, 2, 2, 15, 1),
-    "qwen3": (9, 2, 2, 15, 1),
-    "qwen2_5_vl": (10, 4, 4, 27, 1),
-    "qwen3_vl": (9, 4, 2, 27, 1),
+    "llama": (5, 2, 2, 2, 15, 1),
+    "qwen2": (5, 2, 2, 2, 15, 1),
+    "qwen3": (9, 2, 2, 2, 15, 1),
+    "qwen2_5_vl": (10, 4, 4, 4, 27, 1),
+    "qwen3_vl": (9, 4, 4, 2, 27, 1),
 }
 NAMES = list(SITES)
 CALLS = {
     "npu_rms_norm": ("npu_rms_norm", 1),
     "npu_rope": ("npu_rotary_mul", 2),  # q and k
+    "npu_sdpa": ("npu_fusion_attention", 1),
     "npu_swiglu": ("swiglu_gate_up", 1),
     "npu_linear": ("npu_linear", 1),
     "npu_loss": ("linear_cross_entropy", 1),
@@ -77,11 +78,17 @@ def test_fp32_step_equals_eager(name):
     actual, calls = counted(lambda: step(model, inputs))
     assert_same_step(actual, expected)
     for number, (operator, factor) in zip(SITES[name], CALLS.values(), strict=True):
-        assert calls[operator] == number * factor
+        assert_calls(calls, operator, number * factor)
     report.undo()
     undone, calls = counted(lambda: step(model, inputs))
     assert not calls
     assert_same_step(undone, expected, relative=0)
+
+
+def assert_calls(calls, operator, number):
+    """Vision towers attend window by window, image by image: a call each."""
+    many = operator == "npu_fusion_attention"
+    assert calls[operator] >= number if many else calls[operator] == number
 
 
 def rms(tensors):
@@ -110,7 +117,7 @@ def test_bf16_step_is_no_further_from_fp64_than_eager(name):
         jumar.kernelize(model)
         fused, calls = counted(lambda model=model, inputs=inputs: step(model, inputs))
         for number, (operator, factor) in zip(SITES[name], CALLS.values(), strict=True):
-            assert calls[operator] == number * factor
+            assert_calls(calls, operator, number * factor)
         for kind, result in (("eager", eager), ("fused", fused)):
             assert result[1].dtype == torch.bfloat16
             totals[kind][0] += (rms([result[1].double() - exact[1]]) / rms([exact[1]])).item()
@@ -278,7 +285,7 @@ def test_autocast(name):
         eager = autocast_step(model, inputs)
         jumar.kernelize(model)
         fused, calls = counted(lambda model=model, inputs=inputs: autocast_step(model, inputs))
-        assert calls["npu_rms_norm"] == SITES[name][0] and calls["npu_linear"] == SITES[name][3]
+        assert calls["npu_rms_norm"] == SITES[name][0] and calls["npu_linear"] == SITES[name][4]
         assert fused[1].dtype == eager[1].dtype
         assert {g.dtype for g in fused[2].values()} == {torch.float32}
         totals[0] += sum(gradient_errors(eager[2], exact[2]).values())
@@ -333,7 +340,7 @@ def test_compiled_model_runs_the_operators(name):
     actual = (*actual[:2], {n.removeprefix(prefix): g for n, g in actual[2].items()})
     assert_same_step(actual, expected)
     for number, (operator, factor) in zip(SITES[name], CALLS.values(), strict=True):
-        assert calls[operator] == number * factor, operator
+        assert_calls(calls, operator, number * factor), operator
     torch._dynamo.reset()
 
 

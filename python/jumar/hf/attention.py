@@ -19,7 +19,7 @@ from jumar.convert.verdict import Match, Miss, Verdict
 from jumar.hf import forwards
 
 #: Names of the fused attention, by the implementation that a model had before.
-FUSED = {"sdpa": "npu_sdpa", "eager": "npu_sdpa_eager"}
+FUSED = {"sdpa": "npu_sdpa"}
 #: Attributes of modules that stand for arithmetic the operator is not given.
 _EXTRAS = {
     "attn_logit_softcapping": "its scores are capped",
@@ -206,6 +206,8 @@ def recognise(module: nn.Module) -> Verdict:
     if config is None or isinstance(module, PreTrainedModel) or not _uses_interface(type(module)):
         return None
     name = config._attn_implementation
+    if name == "eager":
+        return Miss("its attention is 'eager', which can return weights; choose 'sdpa' first")
     if name not in FUSED:
         return Miss(f"its attention is {name!r}")
     for attribute, reason in _EXTRAS.items():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from jumar.opinfo.attention import ATTENTION_COSTS
 from jumar.opinfo.cost_types import Arg, Cost, Formula, recorded, streams
 from jumar.opinfo.moe_costs import MOE_COSTS
 from jumar.opinfo.router_costs import ROUTER_COSTS
@@ -159,6 +160,7 @@ COMPOSITES = (
 #: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,
 #: lists of tensors lists of them; what a trace does not record (strings, floats that were left out) is None.
 FUSED_COSTS: dict[str, Formula] = {
+    **ATTENTION_COSTS,
     **MOE_COSTS,
     **ROUTER_COSTS,
     "npu_rms_norm": _rms_norm,

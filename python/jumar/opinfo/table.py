@@ -10,7 +10,17 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from jumar.opinfo import cases, formulas, grouped, losses, moe, moe_ffn, optimizers, routers
+from jumar.opinfo import (
+    attention,
+    cases,
+    formulas,
+    grouped,
+    losses,
+    moe,
+    moe_ffn,
+    optimizers,
+    routers,
+)
 from jumar.opinfo.spec import (
     MULTIPLIES,
     STREAMS,
@@ -169,6 +179,7 @@ OPERATORS: dict[str, OpInfo] = {
     info.name: info
     for info in (
         *_TABLE,
+        *attention.ENTRIES,
         *grouped.ENTRIES,
         *moe_ffn.ENTRIES,
         *moe.ENTRIES,
