@@ -340,7 +340,7 @@ def test_compiled_model_runs_the_operators(name):
     actual = (*actual[:2], {n.removeprefix(prefix): g for n, g in actual[2].items()})
     assert_same_step(actual, expected)
     for number, (operator, factor) in zip(SITES[name], CALLS.values(), strict=True):
-        assert_calls(calls, operator, number * factor), operator
+        assert_calls(calls, operator, number * factor)
     torch._dynamo.reset()
 
 
