@@ -107,6 +107,7 @@ def test_load_balance_errors():
         ),
         (lambda: ops.load_balance_loss([x, x.half()], 8), "one dtype, got float32 and float16"),
         (lambda: ops.load_balance_loss(x.long(), 8), "got int64"),
+        (lambda: ops.load_balance_loss([x, x.to("meta")], 8), "one device, got cpu and meta"),
     ):
         with pytest.raises(RuntimeError, match=f"load_balance_loss: .*{text}"):
             call()

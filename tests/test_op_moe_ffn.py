@@ -169,6 +169,9 @@ def test_errors():
         wrong = ids.clone()
         wrong[0, 1] = E + 1
         ops.moe_ffn(hidden, wrong, probs, gate, down, up)
+    for arguments in ((hidden, ids.to("meta"), probs, gate, down, up), (hidden, ids, probs, gate, down.to("meta"), up)):
+        with pytest.raises(RuntimeError, match="moe_ffn: all tensors must be on one device, got cpu and meta"):
+            ops.moe_ffn(*arguments)
     with pytest.raises(RuntimeError, match=r"moe_ffn: .*-1"):
         ops.moe_ffn(hidden, ids - 1 - ids, probs, gate, down, up)
     with pytest.raises(RuntimeError, match=r"moe_ffn: gate must be \[16, 24\], got \[16, 12\]"):

@@ -295,7 +295,7 @@ def test_empty():
 
 def test_ids_of_any_size():
     tokens = torch.randn(5, 3)
-    ids = torch.tensor([2**40, 7, 2**62, 7, 0])
+    ids = torch.tensor([2**40, 7, 2**63 - 1, 7, 0])
     permuted, rows = ops.npu_moe_token_permute(tokens, ids)
     assert rows.tolist() == [3, 1, 4, 2, 0]
     assert torch.equal(permuted, tokens[[4, 1, 3, 0, 2]])
@@ -354,6 +354,8 @@ def test_errors_name_the_operator_and_the_value():
     ):
         with pytest.raises(RuntimeError, match=f"{name}.*{text}"):
             ops.npu_moe_token_unpermute(*arguments)
+    with pytest.raises(RuntimeError, match=r"_grad: grad_unpermuted_tokens \[3, 3\] does not go with .* \[6, 4\]"):
+        jm.npu_moe_token_unpermute_grad(permuted, x[:, :3], rows, probs)
     with pytest.raises(RuntimeError, match="grad_v2: .*needs permuted_tokens"):
         jm.npu_moe_token_unpermute_grad_v2(x, rows, 6, torch.float32, probs)
     with pytest.raises(

@@ -220,6 +220,33 @@ def test_errors():
         ops.npu_grouped_matmul([x], [w], group_list=ends + 1, split_item=2, group_type=0)
 
 
+def test_a_group_list_beside_separate_x_is_checked():
+    xs, ws = [torch.randn(2, 4), torch.randn(3, 4)], [torch.randn(4, 5), torch.randn(4, 5)]
+
+    def product(group_list, kind):
+        return ops.npu_grouped_matmul(
+            xs, ws, group_list=torch.tensor(group_list), split_item=2, group_type=0, group_list_type=kind
+        )[0]
+
+    expected = torch.cat([x @ w for x, w in zip(xs, ws, strict=True)])
+    for group_list, kind in (([2, 5], 0), ([2, 3], 1), ([[1, 3], [0, 2]], 2)):
+        torch.testing.assert_close(product(group_list, kind), expected)
+    for group_list, kind in (([2.0, 5.0], 0), ([[2], [5]], 0), ([2, 3], 2), ([True, True], 1), ([2, 3, 1], 1)):
+        with pytest.raises(RuntimeError, match="npu_grouped_matmul: group_list must be int64 or int32 of shape"):
+            product(group_list, kind)
+    with pytest.raises(RuntimeError, match="npu_grouped_matmul: group_list must name each of the 2 groups once"):
+        product([[0, 2], [5, 3]], 2)
+
+
+def test_autocast_casts_what_differs():
+    x, w, b, _ = data()
+    arguments = {"group_list": torch.tensor(ENDS), "split_item": 2, "group_type": 0}
+    expected = ops.npu_grouped_matmul([x.bfloat16()], [w.bfloat16()], **arguments)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = ops.npu_grouped_matmul([x.bfloat16()], [w], **arguments)[0]
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
+
+
 def test_errors_of_add():
     sums, x, g, ends = torch.randn(4, 5, 6), torch.randn(8, 5), torch.randn(8, 6), torch.tensor(ENDS)
     add = ops.npu_grouped_matmul_add
@@ -227,5 +254,14 @@ def test_errors_of_add():
         add(sums, x, g, ends, group_type=0)
     with pytest.raises(RuntimeError, match=r"npu_grouped_matmul_add: input has shape \[3, 5, 6\], expected \[4, 5, 6\]"):
         add(sums[:3], x, g, ends)
+    with pytest.raises(RuntimeError, match="npu_grouped_matmul_add: input must be float32 or of x's dtype, got float16"):
+        add(sums.half(), x, g, ends)
+    in_place = torch.ops.jumar.npu_grouped_matmul_add_
+    with pytest.raises(RuntimeError, match="npu_grouped_matmul_add: input overlaps itself in memory"):
+        in_place(sums[:1].expand(4, 5, 6), x, g, ends)
+    with pytest.raises(RuntimeError, match="npu_grouped_matmul_add: .* overlap in memory"):
+        in_place(x[:5, :5].view(1, 5, 5), x, x, ends[:1])
+    with pytest.raises(RuntimeError, match="grouped_matmul_add_: all tensors must be on one device"):
+        in_place(sums, x.to("meta"), g, ends)
     with pytest.raises(RuntimeError, match="npu_grouped_matmul_add: not differentiable"):
         add(sums, x.requires_grad_(), g, ends)

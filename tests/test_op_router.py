@@ -330,6 +330,7 @@ def test_errors():
         (lambda: ops.router_top_k(x, 2, n_group=4, topk_group=5), "5 of 4 groups"),
         (lambda: ops.router_top_k(x, 5, n_group=4, topk_group=1), "k = 5 exceeds the 3 experts"),
         (lambda: ops.router_top_k(x, 2, bias=torch.ones(3)), r"bias \[3\]"),
+        (lambda: ops.router_top_k(x, 2, bias=torch.ones(12, device="meta")), "one device, got cpu and meta"),
         (lambda: ops.router_top_k(x.long(), 2), "got int64"),
         (lambda: ops.npu_moe_gating_top_k_softmax(x[0]), "The x should be 2D or 3D"),
         (lambda: ops.npu_moe_gating_top_k_softmax(x, k=13), r"The k should be in \[0, 12\], got 13"),

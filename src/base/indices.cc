@@ -33,11 +33,12 @@ std::vector<int64_t> ReadIndices(const char* op, const char* name, const TensorV
   JUMAR_CHECK(op, view.dtype == DType::kI32 || view.dtype == DType::kI64, name, " must be int32 or int64, got ",
               Name(view.dtype));
   std::vector<int64_t> values = ReadIntegers(view);
+  const bool open = end == std::numeric_limits<int64_t>::max();
   const auto bad =
-      std::find_if(values.begin(), values.end(), [&](int64_t value) { return value < low || value >= end; });
+      std::find_if(values.begin(), values.end(), [&](int64_t value) { return value < low || (value >= end && !open); });
   if (bad == values.end()) return values;
   const std::string position = PositionOf(view, bad - values.begin());
-  if (end == std::numeric_limits<int64_t>::max()) {
+  if (open) {
     Fail(op, name, " must not be below ", low, ", got ", *bad, " at position ", position);
   }
   Fail(op, name, " ", *bad, " at position ", position, " is not in [", low, ", ", end, ")");

@@ -11,7 +11,8 @@ namespace jumar {
 // The elements of an int32 or int64 view of any strides, in row-major order.
 std::vector<int64_t> ReadIntegers(const TensorView& view);
 
-// As ReadIntegers. Throws Error for another dtype, and, with value and position, for an element outside [low, end).
+// As ReadIntegers. Throws Error for another dtype, and, with value and position, for an element outside
+// [low, end); the largest int64 as `end` stands for no end.
 std::vector<int64_t> ReadIndices(const char* op, const char* name, const TensorView& view, int64_t low, int64_t end);
 
 // "[2, 0]": where the element of row-major number `index` is.

@@ -24,17 +24,19 @@ def _names(name: str) -> list[str]:
 def register_fake(name: str, fake: Callable[..., Any]) -> None:
     """Registers `fake`, which gives the results' shapes, dtypes and strides, in every namespace."""
     for qualified in _names(name):
-        torch.library.register_fake(qualified, fake)
+        torch.library.register_fake(qualified, _one_device(name, fake))
 
 
-def one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
     """`fake`, after a check that all tensors are on one device.
 
     A meta tensor among others calls the fake kernel, which alone would hand out memory that nothing has written.
     """
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+        values = (*args, *kwargs.values())
+        lists = [v if isinstance(v, list | tuple) else [v] for v in values]
+        tensors = (t for values in lists for t in values if isinstance(t, torch.Tensor))
         devices = sorted({str(t.device) for t in tensors})
         if len(devices) > 1:
             raise RuntimeError(

@@ -23,7 +23,7 @@ def load_balance_loss(
         gate_logits: router logits [rows, E] of one layer or of several, one dtype.
         num_experts: E.
         top_k: experts per token, 1 to E.
-        attention_mask: a number per row, the same for every layer; any dtype and shape. Rows of 0 take no part.
+        attention_mask: a number per row, the same for every layer; bool, int32, int64 or floating, any shape. Rows of 0 take no part.
 
     Returns:
         A scalar in fp32 (fp64 for fp64), differentiable in gate_logits. Shares and means are over all layers together.
@@ -55,7 +55,7 @@ def expert_bias_update(
 
     Args:
         bias: [.., E]; every row is a layer of its own.
-        tokens_per_expert: numbers of bias's shape, any dtype.
+        tokens_per_expert: numbers of bias's shape, int32, int64 or floating.
         rate: the step.
         center: subtract the mean of the steps (torchtitan); without it, DeepSeek-V3's rule.
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import forbid_autograd, one_device, register_autograd, register_fake, resolve
+from jumar.ops._wiring import forbid_autograd, register_autograd, register_fake, resolve
 
 
 def npu_moe_token_permute(
@@ -274,7 +274,7 @@ for _name, _fake in {
         (num_experts,), dtype=torch.int64
     ),
 }.items():
-    register_fake(_name, one_device(_name, _fake))
+    register_fake(_name, _fake)
 register_autograd("npu_moe_token_permute", _permute_backward, _permute_setup)
 register_autograd("npu_moe_token_unpermute", _unpermute_backward, _unpermute_setup)
 register_autograd("_npu_moe_token_unpermute", _unpermute_backward, _unpermute_setup)

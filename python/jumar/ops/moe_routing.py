@@ -10,7 +10,6 @@ from torch import Tensor
 from jumar.ops._wiring import (
     define_composite,
     forbid_autograd,
-    one_device,
     register_autograd,
     register_fake,
     resolve,
@@ -296,7 +295,7 @@ for _name, _fake in {
     "moe_re_routing": _re_fake,
     "moe_re_routing_grad": lambda grad, index: grad.new_empty(grad.shape),
 }.items():
-    register_fake(_name, one_device(_name, _fake))
+    register_fake(_name, _fake)
 register_autograd("npu_moe_init_routing", _init_backward, _init_setup)
 register_autograd("moe_init_routing_v2", _init_v2_backward, _init_v2_setup)
 register_autograd("npu_moe_finalize_routing", _finalize_backward, _finalize_setup)

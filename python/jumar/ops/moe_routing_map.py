@@ -10,7 +10,6 @@ from torch import Tensor
 from jumar.ops._wiring import (
     define_composite,
     forbid_autograd,
-    one_device,
     register_autograd,
     register_fake,
     resolve,
@@ -240,7 +239,7 @@ for _name, _fake in {
     "npu_moe_token_permute_with_routing_map_grad": _permute_grad_fake,
     "npu_moe_token_unpermute_with_routing_map_grad": _unpermute_grad_fake,
 }.items():
-    register_fake(_name, one_device(_name, _fake))
+    register_fake(_name, _fake)
 register_autograd("moe_permute_map", _permute_backward, _permute_setup)
 register_autograd("moe_unpermute_map", _unpermute_backward, _unpermute_setup)
 forbid_autograd("npu_moe_token_permute_with_routing_map_grad")

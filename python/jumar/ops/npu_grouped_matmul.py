@@ -114,10 +114,10 @@ def _check(
     if not x or not weight:
         _fail(f"neither x nor weight could be empty, got {len(x)} and {len(weight)} tensors")
     for name in (*_QUANTISED, *_DTYPES):
-        if options.get(name) is not None:
-            _fail(
-                f"{name} belongs to quantised products, which are not supported; got {options[name]}"
-            )
+        value = options.get(name)
+        if value is not None:
+            shown = [list(t.shape) for t in value] if name in _QUANTISED else value
+            _fail(f"{name} belongs to quantised products, which are not supported; got {shown}")
     if options.get("act_type"):
         _fail(
             f"act_type belongs to quantised products, which are not supported; got {options['act_type']}"
@@ -129,7 +129,8 @@ def _check(
     if split not in (0, 1, 2, 3):
         _fail(f"split_item is {split}, which should only be one of 0/1/2/3")
     for a in weight:
-        if a.dtype != x[0].dtype:
+        # Under autocast the operators below cast both, and say what still differs.
+        if a.dtype != x[0].dtype and not torch.is_autocast_enabled("cpu"):
             _fail(f"x and weight should have one dtype, got {x[0].dtype} and {a.dtype}")
     return split
 
@@ -177,10 +178,18 @@ def _by_rows(
 
 def _expect_sizes(x: list[Tensor], group_list: Tensor, kind: int) -> None:
     """With an x of its own for each group there is nothing left to say; a list that says something else is an error."""
+    shape = [len(x), 2] if kind == 2 else [len(x)]
+    if group_list.dtype not in (torch.int64, torch.int32) or list(group_list.shape) != shape:
+        _fail(
+            f"group_list must be int64 or int32 of shape {shape} beside {len(x)} x tensors, got {group_list.dtype} "
+            f"{list(group_list.shape)}"
+        )
     values = group_list.tolist()
     if kind == 2:
         sizes = dict(values)
-        given = [sizes.get(i, 0) for i in range(len(x))]
+        if sorted(sizes) != list(range(len(x))):
+            _fail(f"group_list must name each of the {len(x)} groups once, got {values}")
+        given = [sizes[i] for i in range(len(x))]
     else:
         ends = [0, *values]
         given = values if kind == 1 else [b - a for a, b in zip(ends, ends[1:], strict=False)]

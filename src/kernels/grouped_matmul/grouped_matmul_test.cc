@@ -238,6 +238,8 @@ TEST(Groups, Errors) {
   ExpectError([&] { ParseGroups(kOp, List(twice, {2, 2}), 1, 9); }, kOp, "[2, 2]");
   ExpectError([&] { ParseGroups(kOp, List(counts, {3}), 3, 90); }, kOp, "0, 1 or 2, but now is 3");
   ExpectError([&] { ParseGroups(kOp, floats.view(), 1, 9); }, kOp, "float32");
+  uint8_t bools[] = {1, 0, 1};  // three bytes: no memory for integers of any width
+  ExpectError([&] { ParseGroups(kOp, Contiguous(bools, DType::kBool, {3}), 1, 9); }, kOp, "int64 or int32, got bool");
 }
 
 TEST(GroupedMatmul, Errors) {

@@ -13,7 +13,8 @@ int64_t At(const TensorView& list, int64_t i, int64_t j) {
 
 RowGroups ParseGroups(const char* op, const TensorView& list, int64_t type, int64_t rows) {
   JUMAR_CHECK(op, type >= 0 && type <= 2, "group_list_type must be 0, 1 or 2, but now is ", type);
-  JUMAR_CHECK(op, !IsFloating(list.dtype), "group_list must be int64 or int32, got ", Describe(list));
+  JUMAR_CHECK(op, list.dtype == DType::kI64 || list.dtype == DType::kI32, "group_list must be int64 or int32, got ",
+              Describe(list));
   if (type == 2) {
     JUMAR_CHECK(op, list.rank == 2 && list.size[1] == 2, "group_list of type 2 must be [groups, 2], got ",
                 ShapeString(list));

@@ -132,6 +132,8 @@ void TokenUnpermuteGrad(const char* op, const TensorView& grad, const TensorView
   CheckFloating(op, "grad_unpermuted_tokens", grad);
   JUMAR_CHECK(op, grad.size[0] == tokens, "grad_unpermuted_tokens ", ShapeString(grad), " does not go with ", tokens,
               " tokens");
+  JUMAR_CHECK(op, dpermuted.rank == 2 && dpermuted.size[1] == grad.size[1], "grad_unpermuted_tokens ",
+              ShapeString(grad), " does not go with permuted_tokens ", ShapeString(dpermuted));
   JUMAR_CHECK(op, (probs == nullptr) == (dprobs == nullptr), "a gradient of probs goes with probs");
   if (probs != nullptr) {
     JUMAR_CHECK(op, permuted != nullptr, "the gradient of probs ", ShapeString(*probs), " needs permuted_tokens");

@@ -333,6 +333,13 @@ TEST(TokenPermute, Errors) {
         TokenUnpermuteGrad(kOp, out.view(), rows.view(), &probs.view(), nullptr, false, permuted.view(), &probs.view());
       },
       kOp, "needs permuted_tokens");
+  Buffer wider(DType::kF32, {permuted.view().size[0], permuted.view().size[1] + 1});
+  ExpectError(
+      [&] {
+        TokenUnpermuteGrad(kOp, out.view(), rows.view(), &probs.view(), &wider.view(), false, wider.view(),
+                           &probs.view());
+      },
+      kOp, "does not go with permuted_tokens");
   Buffer counts(DType::kI64, {4});
   ExpectError(
       [&] {

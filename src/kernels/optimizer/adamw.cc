@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "base/check.h"
+#include "base/overlap.h"
 #include "base/scratch.h"
 #include "kernels/optimizer/optimizer_simd.h"
 #include "kernels/optimizer/tasks.h"

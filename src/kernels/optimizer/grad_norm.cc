@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "base/check.h"
+#include "base/overlap.h"
 #include "kernels/optimizer/adamw.h"
 #include "kernels/optimizer/optimizer_simd.h"
 #include "kernels/optimizer/tasks.h"

@@ -1,6 +1,7 @@
 #include "kernels/grouped_matmul/grouped_matmul.h"
 
 #include "base/check.h"
+#include "base/overlap.h"
 #include "base/widen.h"
 #include "torch/ops/families.h"
 
@@ -23,8 +24,9 @@ void CheckSameDType(const char* op, const char* a_name, const TensorView& a, con
 }
 
 void CheckBias(const char* op, const TensorView& x, const TensorView& bias) {
-  JUMAR_CHECK(op, bias.dtype == x.dtype || bias.dtype == ComputeType(x.dtype), "bias should be ", Name(x.dtype), " or ",
-              Name(ComputeType(x.dtype)), ", got ", Describe(bias));
+  const DType wide = ComputeType(x.dtype);
+  JUMAR_CHECK(op, bias.dtype == x.dtype || bias.dtype == wide, "bias should be ", Name(x.dtype),
+              wide == x.dtype ? "" : std::string(" or ") + Name(wide), ", got ", Describe(bias));
 }
 
 TensorView Stack(const char* op, const char* name, const Tensor& tensor) {
@@ -154,9 +156,12 @@ void grouped_matmul_add_(const Tensor& sums, const Tensor& x, const Tensor& grad
   const int64_t rows = in.x.size[1];
   const bool flat = s.rank == 2 && s.size[0] == groups * rows;
   const bool stacked = s.rank == 3 && s.size[0] == groups && s.size[1] == rows;
+  JUMAR_CHECK(kOp, s.dtype == in.x.dtype || s.dtype == ComputeType(in.x.dtype), "input must be ",
+              Name(ComputeType(in.x.dtype)), " or of x's dtype, got ", Describe(s), " with ", Describe(in.x));
   JUMAR_CHECK(kOp, (flat || stacked) && s.size[s.rank - 1] == in.dy.size[1], "input has shape ", ShapeString(s),
               ", expected [", groups, ", ", rows, ", ", in.dy.size[1], "] or [", groups * rows, ", ", in.dy.size[1],
               "]");
+  CheckNoOverlap(kOp, {{"input", s, true}, {"x", in.x, false}, {"weight", in.dy, false}});
   if (flat) {
     s.rank = 3;
     s.size[2] = s.size[1];

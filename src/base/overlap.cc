@@ -1,9 +1,9 @@
+#include "base/overlap.h"
+
 #include <algorithm>
 #include <cstdint>
-#include <numeric>
 
 #include "base/check.h"
-#include "kernels/optimizer/adamw.h"
 
 namespace jumar {
 namespace {
