@@ -43,17 +43,35 @@ SUBSETS = [(name, (c,)) for name in NAMES for c in CONVERTERS]
 SUBSETS += [(name, c) for name in SOME for c in itertools.combinations(CONVERTERS, 2)]
 
 
-def tolerance(name):
-    """Eager's gradients of the decay parameters are themselves 2e-5 from fp64: a sum of terms that cancel."""
-    return 1e-4 if name.endswith(("linear_attn.A_log", "linear_attn.dt_bias")) else 1e-5
+def cancels(name):
+    """The decay of linear attention: its gradient is a sum of terms that cancel, eager's own is 1e-5 to 3e-5 from fp64."""
+    return name.endswith(("linear_attn.A_log", "linear_attn.dt_bias"))
 
 
-def assert_same(actual, expected, relative=None):
-    assert_close(actual[0], expected[0], 1e-5 if relative is None else relative)
-    assert_close(actual[1], expected[1], 1e-5 if relative is None else relative)
+def assert_same(actual, expected, relative=1e-5, exact=None):
+    """Equal to eager; with ``exact``, gradients that cancel are judged by it: not much further from it than eager's."""
+    assert_close(actual[0], expected[0], relative)
+    assert_close(actual[1], expected[1], relative)
     assert actual[2].keys() == expected[2].keys()
     for name, grad in expected[2].items():
-        assert_close(actual[2][name], grad, tolerance(name) if relative is None else relative, name)
+        if exact is not None and cancels(name):
+            right = exact[2][name]
+            error, eager = ((g[2][name].double() - right).abs().max() for g in (actual, expected))
+            assert error <= 2 * eager + relative * right.abs().max(), name
+        else:
+            assert_close(actual[2][name], grad, relative, name)
+
+
+def exact_step(model, inputs):
+    """The step in fp64, for models that have gradients which cancel."""
+    if not any(cancels(name) for name, _ in model.named_parameters()):
+        return None
+    with StayWide():
+        return step(widened(model), {k: wide(v) for k, v in inputs.items()})
+
+
+def wide(value):
+    return value.double() if torch.is_tensor(value) and value.is_floating_point() else value
 
 
 def widened(model):
@@ -82,11 +100,12 @@ def test_fp32_step_equals_eager(name):
     model = models.build(name).train()
     inputs, count = models.example_inputs(model), len(blocks(model))
     before, keys, expected = snapshot(model), list(model.state_dict()), step(model, inputs)
+    exact = exact_step(model, inputs)
     report = jumar.kernelize(model, verify=True)
     assert [report.counts()[c] for c in CONVERTERS] == [{"replaced": count, "skipped": 0}] * 3
     assert list(model.state_dict()) == keys
     actual, calls = counted(lambda: step(model, inputs))
-    assert_same(actual, expected)
+    assert_same(actual, expected, exact=exact)
     assert calls["router_top_k"] == calls["router_top_k_backward"] == count
     assert calls["moe_ffn"] == calls["moe_ffn_backward"] == count
     report.undo()
@@ -100,11 +119,11 @@ def test_fp32_step_equals_eager(name):
 def test_every_subset_of_the_converters(name, names):
     model = models.build(name).train()
     inputs = models.example_inputs(model)
-    before, expected = snapshot(model), step(model, inputs)
+    before, expected, exact = snapshot(model), step(model, inputs), exact_step(model, inputs)
     report = jumar.convert(model, list(names), strict=True)
     assert len(report.replaced) == len(names) * len(blocks(model))
     actual, calls = counted(lambda: step(model, inputs))
-    assert_same(actual, expected)
+    assert_same(actual, expected, exact=exact)
     both = {"npu_gmm", "npu_permute"} <= set(names)
     products = {"grouped_matmul", "grouped_matmul_list"} & calls.keys()
     assert bool(calls.get("moe_ffn")) == both
@@ -115,9 +134,8 @@ def test_every_subset_of_the_converters(name, names):
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_converters_come_off_in_any_order(name):
-    model = models.build(name).train()
+def test_converters_come_off_in_any_order():
+    model = models.build("qwen3_moe").train()
     inputs = models.example_inputs(model)
     before, expected = snapshot(model), step(model, inputs)
     for order in itertools.permutations(range(3)):
@@ -128,22 +146,50 @@ def test_converters_come_off_in_any_order(name):
         assert snapshot(model) == before
 
 
+def routed_step(model, inputs):
+    """The step, and which experts each block chose for each token."""
+    chosen, handles = [], []
+    for block in blocks(model):
+
+        def record(gate, args, out, block=block):
+            parts = out if isinstance(out, tuple) else (out,)
+            indices = [p for p in parts if not p.is_floating_point()]
+            top_k = block.top_k if not indices else 0
+            chosen.append((indices or [parts[0].topk(top_k, -1)[1]])[0].sort(-1)[0])
+
+        handles.append(block.gate.register_forward_hook(record))
+    result = step(model, inputs)
+    for handle in handles:
+        handle.remove()
+    return result, torch.stack(chosen)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_step_is_no_further_from_fp64_than_eager(name):
+    """On draws where eager and fused choose the same experts: a near tie that falls the other way, in whichever of
+    them, changes a result by more than all rounding together."""
     totals = {"eager": [0.0, 0.0], "fused": [0.0, 0.0]}
-    for seed in range(3):
+    alike = 0
+    for seed in range(10):
         model = models.build(name, seed=seed, dtype=torch.bfloat16).train()
         inputs = models.example_inputs(model, seed=seed)
-        wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
         with StayWide():
-            exact = step(widened(model), wide)
-        eager = step(model, inputs)
+            exact = step(widened(model), {k: wide(v) for k, v in inputs.items()})
+        eager, chosen = routed_step(model, inputs)
         jumar.convert(model, CONVERTERS, strict=True)
-        for kind, result in (("eager", eager), ("fused", step(model, inputs))):
-            assert result[1].dtype == torch.bfloat16
-            assert result[2].keys() == exact[2].keys()
+        fused, choices = routed_step(model, inputs)
+        assert fused[1].dtype == torch.bfloat16
+        if not torch.equal(choices, chosen):
+            assert (choices != chosen).any(-1).float().mean() < 0.05
+            continue
+        assert fused[2].keys() == eager[2].keys()
+        for kind, result in (("eager", eager), ("fused", fused)):
             totals[kind][0] += (rms([result[1].double() - exact[1]]) / rms([exact[1]])).item()
             totals[kind][1] += errors_of([result[2]], exact[2])[0]
+        alike += 1
+        if alike == 4:
+            break
+    assert alike == 4
     assert totals["fused"][0] <= 1.05 * totals["eager"][0]
     assert totals["fused"][1] <= 1.05 * totals["eager"][1]
 
@@ -181,13 +227,13 @@ def run_block(block, hidden):
     return results | {n: p.grad for n, p in block.named_parameters() if p.grad is not None}
 
 
-def case(model, block, what):
+def case(model, block, what, seed=0):
     if what == "all to one expert":
         set_top_k(block, 1)
-        return tokens_of_kinds(model, 66, kinds=1).view(2, 33, -1)
+        return tokens_of_kinds(model, 66, seed, kinds=1).view(2, 33, -1)
     if what == "some experts get none":
-        return tokens_of_kinds(model, 66, kinds=1).view(2, 33, -1)
-    return tokens_of_kinds(model, 1 if what == "one token" else 4096)
+        return tokens_of_kinds(model, 66, seed, kinds=1).view(2, 33, -1)
+    return tokens_of_kinds(model, 1 if what == "one token" else 4096, seed)
 
 
 CASES = ["all to one expert", "some experts get none", "one token", "4096 tokens"]
@@ -217,19 +263,22 @@ def test_block_in_fp32(name, what):
 def test_block_in_bf16(name, what):
     model = models.build(name, dtype=torch.bfloat16).train()
     block = blocks(model)[-1]
-    hidden = case(model, block, what).bfloat16()
+    draws = 8 if what == "one token" else 1  # so few numbers scatter
+    hidden = [case(model, block, what, seed).bfloat16() for seed in range(draws)]
     oracle = blocks(widened(model))[-1]
     if what == CASES[0]:
         set_top_k(oracle, 1)
     with StayWide():
-        exact = run_block(oracle, hidden.double())
-    eager = run_block(block, hidden)
+        exact = [run_block(oracle, h.double()) for h in hidden]
+    eager = [run_block(block, h) for h in hidden]
     jumar.convert(block, CONVERTERS, strict=True)
-    fused = run_block(block, hidden)
-    assert fused.keys() == eager.keys() == exact.keys()
-    assert all(fused[key].dtype == eager[key].dtype for key in eager)
-    errors = errors_of([eager, fused], exact)
-    assert errors[1] <= 1.05 * errors[0]
+    totals = [0.0, 0.0]
+    for h, plain, right in zip(hidden, eager, exact, strict=True):
+        fused = run_block(block, h)
+        assert fused.keys() == plain.keys() == right.keys()
+        assert all(fused[key].dtype == plain[key].dtype for key in plain)
+        totals = [s + e for s, e in zip(totals, errors_of([plain, fused], right), strict=True)]
+    assert totals[1] <= 1.05 * totals[0]
 
 
 def test_no_tokens_at_all():
@@ -251,14 +300,14 @@ def test_no_tokens_at_all():
 def test_auxiliary_loss_and_router_logits(name):
     model = models.build(name).train()
     inputs = {**models.example_inputs(model), "output_router_logits": True}
-    plain, expected = model(**inputs), step(model, inputs)
+    plain, expected, exact = model(**inputs), step(model, inputs), exact_step(model, inputs)
     assert plain.aux_loss > 0 and len(plain.router_logits) == len(blocks(model))
     jumar.convert(model, [*CONVERTERS, "npu_loss"], strict=True)
     fused = model(**inputs)
     assert_close(fused.aux_loss.detach(), plain.aux_loss.detach(), 1e-5)
     for a, e in zip(fused.router_logits, plain.router_logits, strict=True):
         assert_close(a.detach(), e.detach(), 1e-5)
-    assert_same(step(model, inputs), expected)
+    assert_same(step(model, inputs), expected, exact=exact)
     without = step(model, models.example_inputs(model))
     assert not torch.equal(without[0], expected[0])  # the auxiliary loss is part of the loss
 
