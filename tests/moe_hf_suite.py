@@ -263,7 +263,7 @@ def test_block_in_fp32(name, what):
 def test_block_in_bf16(name, what):
     model = models.build(name, dtype=torch.bfloat16).train()
     block = blocks(model)[-1]
-    draws = 8 if what == "one token" else 1  # so few numbers scatter
+    draws = 1 if what == "4096 tokens" else 8  # one token, or 66 that are nearly the same, scatter
     hidden = [case(model, block, what, seed).bfloat16() for seed in range(draws)]
     oracle = blocks(widened(model))[-1]
     if what == CASES[0]:
