@@ -144,9 +144,12 @@ def test_the_data_is_adversarial():
             assert word in labels, (info.name, word)
         lists = [[v if isinstance(v, list) else [v] for v in case.tensors.values()] for case in cases]
         every = [t for case in lists for tensors in case for t in tensors]
-        assert any(0 in t.shape for t in every), info.name
+        if info.name not in ("load_balance_loss", "router_z_loss"):  # the mean of no rows is NaN
+            assert any(0 in t.shape for t in every), info.name
         first = [case[0][0] for case in lists] if info.differentiable else every
         assert any((t < 0).any() and (t > 0).any() for t in first)
+        if info.shapes_file == "router":
+            continue  # equal logits are ties, whose order the plain operators leave open: tests/test_op_router.py
         rows = [t.reshape(-1, t.shape[-1]) for t in first if t.numel() > 4 * t.shape[-1]]
         assert any((r == 0).all(-1).any() and (r[0] == r[0, 0]).all() for r in rows), info.name
 

@@ -75,7 +75,8 @@ def gate(job: Job, tensors: dict[str, Value], grads: list[Tensor]) -> tuple[floa
                 f"wrong: {row.result} is off by {row.fused:.3g} ulp (stated: {row.bound}) at "
                 f"{list(row.index)}: {row.got:.8g} for {row.expected:.8g}"
             )
-        if not row.fused / max(row.stated, 0.5) <= worst / (stated if stated > 0 else 1.0):
+        share = row.fused / max(row.stated, 0.5)
+        if math.isnan(stated) or not share <= worst / (stated if stated > 0 else 1.0):
             worst, stated = row.fused, row.stated
     return worst, stated, wrong
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jumar.opinfo.cases import Source
+from jumar.opinfo.cases import Source, layouts
 from jumar.opinfo.cost_types import Arg, Cost, Formula
 from jumar.opinfo.spec import Bound, Case, OpInfo, Shape, Target
 
@@ -46,7 +46,8 @@ def _terms(
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
     p = scores.softmax(-1)
-    size = (abs(scale) * q.abs() @ k.abs().mT).amax(-1, keepdim=True) * q.shape[-1] ** 0.5
+    size = abs(scale) * q.abs() @ k.abs().mT
+    size = (size.amax(-1, keepdim=True) if k.shape[-2] else size.sum(-1, keepdim=True)) * q.shape[-1] ** 0.5
     row = 4 * size + max(1, k.shape[-2]) ** 0.5 + 8
     y = (p * row) @ v.abs()
     g = dy.abs()
@@ -68,6 +69,7 @@ def _terms(
 def _cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     """(batch, rows, heads, heads of keys, head size, value's, causal)"""
     for batch, rows, heads, kv, size, value_size, causal in (
+        (1, 0, 2, 1, 8, 8, True),
         (1, 1, 1, 1, 1, 1, True),
         (2, 5, 2, 1, 7, 3, True),
         (1, 33, 4, 2, 16, 16, False),
@@ -77,13 +79,16 @@ def _cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     ):
         source = Source(dtype, seed + rows)
         tensors = {
-            "query": source.normal(batch, rows, heads, size),
+            "query": source.rows(batch, rows, heads, size),
             "key": source.normal(batch, rows, kv, size),
             "value": source.normal(batch, rows, kv, value_size),
         }
         label = f"{batch} x {rows} rows, {heads}/{kv} heads of {size}, {'causal' if causal else 'full'}"
         grads = [source.normal(batch, rows, heads, value_size)]
-        yield Case(label, tensors, {"scale": size**-0.5, "causal": causal}, grads)
+        case = Case(label, tensors, {"scale": size**-0.5, "causal": causal}, grads)
+        yield case
+        if rows == 65:
+            yield from layouts(case)
 
 
 def _bench(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
@@ -120,7 +125,7 @@ def _products(query: Arg, key: Arg, heads: int, causal: bool) -> float:
 
 
 def _causal(mask: Arg | None, following: int | None, mode: int | None) -> bool:
-    return mask is not None and (mode in (2, 3) or (mode == 0 and following == 0))
+    return mask is not None and (mode in (2, 3) or (not mode and following == 0))
 
 
 def _forward_cost(query: Arg, key: Arg, value: Arg, heads: int, *rest: Any) -> Cost:
