@@ -24,6 +24,8 @@ from train_util import train_job  # noqa: E402
 # Gated delta nets (Qwen3-Next, Qwen3.5) mix packed documents.
 FAMILIES = [name for name in models.BUILT_IN if not name.startswith(("qwen3_next", "qwen3_5"))]
 
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "deepseek_v3")
+
 #: What a family has no use for: stacked experts have no MLP, interleaved rotary functions (DeepSeek's) no operator.
 WITHOUT = {
     **dict.fromkeys(("mixtral", "qwen3_moe", "qwen3_vl_moe"), "npu_swiglu"),
@@ -60,7 +62,8 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 
 def _converters(family: str) -> str:
-    return f"model.converters={json.dumps([c for c in CONVERTERS if c != WITHOUT.get(family)])}"
+    experts = ["npu_gmm", "npu_permute", "npu_router"] if family in MIXTURES else []
+    return f"model.converters={json.dumps([c for c in [*CONVERTERS, *experts] if c != WITHOUT.get(family)])}"
 
 
 def _run(job: Path, out: Path, *overrides: str) -> dict:

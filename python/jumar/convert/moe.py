@@ -107,9 +107,14 @@ def _block_trial(module: nn.Module, key: layouts.Block, cls: type) -> Callable:
 class _ExpertsConverter(ModuleConverter):
     """What the two converters of experts share."""
 
+    #: Operators one of which runs.
+    alternatives: tuple[str, ...]
+
     def recognise(self, module: nn.Module) -> Verdict:
         verdict = layouts.recognise(module)
-        return dataclasses.replace(verdict, operator=self.operators[0]) if verdict else None
+        # Which one runs is settled when both converters have had their turn.
+        either = " or ".join(self.alternatives)
+        return dataclasses.replace(verdict, operator=either) if verdict else None
 
     def namespace(self, key: tuple, base: type) -> dict:
         if isinstance(key, layouts.Block):
@@ -161,6 +166,7 @@ class GroupedMatmulConverter(_ExpertsConverter):
     name = "npu_gmm"
     aliases = ("gmm", "moe_experts")
     operators = ("grouped_matmul", "moe_ffn")
+    alternatives = ("grouped_matmul", "grouped_matmul_list", "moe_ffn")
     summary = "the products of experts, stacked or a module each"
 
 
@@ -168,6 +174,7 @@ class PermuteConverter(_ExpertsConverter):
     name = "npu_permute"
     aliases = ("permute",)
     operators = ("npu_moe_token_permute", "npu_moe_token_unpermute", "moe_ffn")
+    alternatives = ("npu_moe_token_permute", "moe_ffn")
     summary = "the sorting of tokens by expert, and the weighted sum of what the experts give"
 
 
