@@ -108,7 +108,7 @@ def test_bf16_step_is_no_further_from_fp64_than_eager(name):
     """At equal weights, over several draws: for one tensor the two errors scatter about each other, summed over
     all of them the fused one must not be larger."""
     totals = {"eager": [0.0, 0.0], "fused": [0.0, 0.0]}
-    for seed in range(4):
+    for seed in range(10):
         model = models.build(name, seed=seed, dtype=torch.bfloat16).train()
         inputs = models.example_inputs(model, seed=seed)
         wide = {k: v.double() if v.is_floating_point() else v for k, v in inputs.items()}
