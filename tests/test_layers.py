@@ -63,7 +63,7 @@ def test_includes_point_downwards(path):
     relative = path.relative_to(ROOT)
     room = "/".join(relative.parts[:2])
     allowed = rules[room] | ({"src/kernels"} if room == "src/kernels" else set())
-    if path.stem.endswith("_test"):
+    if path.stem.endswith(("_test", "_bench")):
         allowed = allowed | {"src/testing"}
     for include in _includes(path):
         target = _room(include)

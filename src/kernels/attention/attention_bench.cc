@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "kernels/attention/attention.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
@@ -37,10 +38,7 @@ struct Setup {
     uint32_t random = static_cast<uint32_t>(memory.size());
     for (int64_t i = 0; i < s * heads * cols; ++i) {
       random = random * 1664525u + 1013904223u;
-      const float v = values[(random >> 16) % 7];
-      char* to = memory.back().data() + i * static_cast<int64_t>(SizeOf(dtype));
-      const char* from = reinterpret_cast<const char*>(&v);
-      std::copy_n(dtype == DType::kF32 ? from : from + 2, SizeOf(dtype), to);  // the upper half of a float is a bf16
+      testing::SetValue(dtype, memory.back().data(), i, values[(random >> 16) % 7]);
     }
     TensorView x = Contiguous(memory.back().data(), dtype, {1, heads, s, cols});
     x.stride[1] = cols;

@@ -2,49 +2,28 @@
 // The SIMD level is JUMAR_SIMD's; threads are OMP_NUM_THREADS'.
 #include <benchmark/benchmark.h>
 
-#include <cstdlib>
-#include <cstring>
-#include <memory>
 
 #include "jumar/runtime.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/limits/limits.h"
+#include "kernels/limits/report.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
 
-// Fills with small values that are exact in every dtype.
-std::unique_ptr<char[]> Values(DType dtype, int64_t n) {
-  std::unique_ptr<char[]> data(new char[static_cast<size_t>(n) * SizeOf(dtype)]);
-  uint32_t state = 1;
-  for (int64_t i = 0; i < n; ++i) {
-    state = state * 1664525u + 1013904223u;
-    const float v = static_cast<float>(static_cast<int>(state >> 29) - 3) * 0.25f;
-    uint32_t bits;
-    std::memcpy(&bits, &v, sizeof(bits));
-    if (dtype == DType::kF32) {
-      std::memcpy(data.get() + 4 * i, &v, 4);
-    } else if (dtype == DType::kF64) {
-      const double wide = v;
-      std::memcpy(data.get() + 8 * i, &wide, 8);
-    } else {
-      const auto half = static_cast<uint16_t>(bits >> 16);
-      std::memcpy(data.get() + 2 * i, &half, 2);
-    }
-  }
-  return data;
-}
+using testing::SmallValues;
 
 enum Form { kForward, kDgrad, kWgrad };
 
 // tokens x in -> out: the three products of one linear layer.
 void BM_Linear(benchmark::State& state, DType dtype, Form form, int64_t tokens, int64_t in, int64_t out) {
-  const auto x = Values(dtype, tokens * in);
-  const auto w = Values(dtype, out * in);
-  const auto y = Values(dtype, tokens * out);
-  const TensorView xv = Contiguous(x.get(), dtype, {tokens, in});
-  const TensorView wv = Contiguous(w.get(), dtype, {out, in});
-  const TensorView yv = Contiguous(y.get(), dtype, {tokens, out});
+  auto x = SmallValues(dtype, tokens * in);
+  auto w = SmallValues(dtype, out * in);
+  auto y = SmallValues(dtype, tokens * out);
+  const TensorView xv = Contiguous(x.data(), dtype, {tokens, in});
+  const TensorView wv = Contiguous(w.data(), dtype, {out, in});
+  const TensorView yv = Contiguous(y.data(), dtype, {tokens, out});
   for (auto _ : state) {
     switch (form) {
       case kForward:
@@ -59,13 +38,7 @@ void BM_Linear(benchmark::State& state, DType dtype, Form form, int64_t tokens, 
     }
   }
   const double flops = 2.0 * static_cast<double>(tokens * in * out);
-  state.counters["GFLOP/s"] = benchmark::Counter(flops * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
-  const double fma = MeasureFmaGflops(NumThreads(), 0.05);
-  state.counters["fma_peak"] = fma;
-  if (dtype == DType::kBF16) {
-    const double bf16 = MeasureBf16Gflops(NumThreads(), 0.05);
-    if (bf16 > 0) state.counters["bf16_peak"] = bf16;
-  }
+  ReportGflops(state, dtype, flops);
 }
 
 void BM_FmaPeak(benchmark::State& state) {

@@ -2,38 +2,20 @@
 // The SIMD level is JUMAR_SIMD's; threads are OMP_NUM_THREADS'.
 #include <benchmark/benchmark.h>
 
-#include <cstring>
-#include <memory>
 #include <numeric>
 
 #include "jumar/runtime.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/grouped_matmul/grouped_matmul.h"
-#include "kernels/limits/limits.h"
+#include "kernels/limits/report.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
 
-constexpr int64_t kTopK = 8;
+using testing::SmallValues;
 
-// Small values that are exact in every dtype.
-std::unique_ptr<char[]> Values(DType dtype, int64_t n) {
-  std::unique_ptr<char[]> data(new char[static_cast<size_t>(n) * SizeOf(dtype)]);
-  uint32_t state = 1;
-  for (int64_t i = 0; i < n; ++i) {
-    state = state * 1664525u + 1013904223u;
-    const float v = static_cast<float>(static_cast<int>(state >> 29) - 3) * 0.25f;
-    uint32_t bits;
-    std::memcpy(&bits, &v, sizeof(bits));
-    if (dtype == DType::kF32) {
-      std::memcpy(data.get() + 4 * i, &v, 4);
-    } else {
-      const auto half = static_cast<uint16_t>(bits >> 16);
-      std::memcpy(data.get() + 2 * i, &half, 2);
-    }
-  }
-  return data;
-}
+constexpr int64_t kTopK = 8;
 
 // Rows of each expert: equal, or falling as 1 / rank.
 RowGroups Rows(int64_t experts, int64_t rows, bool zipf) {
@@ -59,20 +41,20 @@ enum Form { kForward, kDgrad, kWgrad, kAll };
 void BM_Grouped(benchmark::State& state, DType dtype, Form form, int64_t experts, int64_t tokens, bool zipf, int64_t in,
                 int64_t out) {
   const int64_t rows = tokens * kTopK;
-  const auto x = Values(dtype, rows * in);
-  const auto w = Values(dtype, experts * out * in);
-  const auto dw = Values(dtype, experts * out * in);
-  const auto y = Values(dtype, rows * out);
-  const auto dy = Values(dtype, rows * out);
-  const auto dx = Values(dtype, rows * in);
-  const TensorView xv = Contiguous(x.get(), dtype, {rows, in});
-  const TensorView dxv = Contiguous(dx.get(), dtype, {rows, in});
-  const TensorView yv = Contiguous(y.get(), dtype, {rows, out});
-  const TensorView dyv = Contiguous(dy.get(), dtype, {rows, out});
+  auto x = SmallValues(dtype, rows * in);
+  auto w = SmallValues(dtype, experts * out * in);
+  auto dw = SmallValues(dtype, experts * out * in);
+  auto y = SmallValues(dtype, rows * out);
+  auto dy = SmallValues(dtype, rows * out);
+  auto dx = SmallValues(dtype, rows * in);
+  const TensorView xv = Contiguous(x.data(), dtype, {rows, in});
+  const TensorView dxv = Contiguous(dx.data(), dtype, {rows, in});
+  const TensorView yv = Contiguous(y.data(), dtype, {rows, out});
+  const TensorView dyv = Contiguous(dy.data(), dtype, {rows, out});
   std::vector<TensorView> weights;
   std::vector<TensorView> grads;
-  for (const TensorView& m : Unstack(Contiguous(w.get(), dtype, {experts, out, in}))) weights.push_back(Transposed(m));
-  for (const TensorView& m : Unstack(Contiguous(dw.get(), dtype, {experts, out, in}))) grads.push_back(Transposed(m));
+  for (const TensorView& m : Unstack(Contiguous(w.data(), dtype, {experts, out, in}))) weights.push_back(Transposed(m));
+  for (const TensorView& m : Unstack(Contiguous(dw.data(), dtype, {experts, out, in}))) grads.push_back(Transposed(m));
   const RowGroups groups = Rows(experts, rows, zipf);
   for (auto _ : state) {
     if (form == kForward || form == kAll) GroupedMatmul("bench", xv, weights, {}, groups, yv);
@@ -80,12 +62,7 @@ void BM_Grouped(benchmark::State& state, DType dtype, Form form, int64_t experts
     if (form == kWgrad || form == kAll) GroupedMatmulWgrad("bench", xv, dyv, groups, grads, false);
   }
   const double flops = (form == kAll ? 6.0 : 2.0) * static_cast<double>(rows * in * out);
-  state.counters["GFLOP/s"] = benchmark::Counter(flops * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
-  state.counters["fma_peak"] = MeasureFmaGflops(NumThreads(), 0.05);
-  if (dtype == DType::kBF16) {
-    const double bf16 = MeasureBf16Gflops(NumThreads(), 0.05);
-    if (bf16 > 0) state.counters["bf16_peak"] = bf16;
-  }
+  ReportGflops(state, dtype, flops);
 }
 
 const int kRegistered = [] {

@@ -2,37 +2,20 @@
 // done; cross-entropy of given logits: bytes. The SIMD level is JUMAR_SIMD's; threads are OMP_NUM_THREADS'.
 #include <benchmark/benchmark.h>
 
-#include <cstring>
 #include <vector>
 
 #include "kernels/loss/cross_entropy.h"
 #include "kernels/loss/linear_cross_entropy.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
 
-// Small values, exact in bf16 and fp32.
-std::vector<char> Values(DType dtype, int64_t n) {
-  std::vector<char> data(static_cast<size_t>(n) * SizeOf(dtype));
-  uint32_t state = 1;
-  for (int64_t i = 0; i < n; ++i) {
-    state = state * 1664525u + 1013904223u;
-    const float v = static_cast<float>(static_cast<int>(state >> 29) - 3) * 0.0625f;
-    uint32_t bits;
-    std::memcpy(&bits, &v, sizeof(bits));
-    if (dtype == DType::kF32) {
-      std::memcpy(data.data() + 4 * i, &v, 4);
-    } else {
-      const auto half = static_cast<uint16_t>(bits >> 16);
-      std::memcpy(data.data() + 2 * i, &half, 2);
-    }
-  }
-  return data;
-}
+using testing::SmallValues;
 
 void BM_LinearCrossEntropy(benchmark::State& state, DType dtype, int64_t tokens, int64_t width, int64_t classes) {
-  auto x = Values(dtype, tokens * width);
-  auto w = Values(dtype, classes * width);
+  auto x = SmallValues(dtype, tokens * width);
+  auto w = SmallValues(dtype, classes * width);
   std::vector<char> dx(x.size());
   std::vector<char> dw(w.size());
   std::vector<int64_t> labels(static_cast<size_t>(tokens));
@@ -57,12 +40,12 @@ void BM_LinearCrossEntropy(benchmark::State& state, DType dtype, int64_t tokens,
 }
 
 void BM_CrossEntropy(benchmark::State& state, DType dtype, int64_t rows, int64_t classes) {
-  auto x = Values(dtype, rows * classes);
+  auto x = SmallValues(dtype, rows * classes);
   std::vector<char> log_prob(x.size());
   std::vector<char> dx(x.size());
   std::vector<int64_t> labels(static_cast<size_t>(rows), 1);
   std::vector<char> loss(SizeOf(dtype));
-  auto one = Values(dtype, 1);
+  auto one = SmallValues(dtype, 1);
   const TensorView xv = Contiguous(x.data(), dtype, {rows, classes});
   const TensorView pv = Contiguous(log_prob.data(), dtype, {rows, classes});
   const TensorView dv = Contiguous(dx.data(), dtype, {rows, classes});

@@ -2,40 +2,22 @@
 // around each case. The SIMD level is JUMAR_SIMD's; threads are OMP_NUM_THREADS'.
 #include <benchmark/benchmark.h>
 
-#include <cstring>
-#include <memory>
 #include <vector>
 
 #include "jumar/runtime.h"
 #include "kernels/gemm/gemm.h"
-#include "kernels/limits/limits.h"
+#include "kernels/limits/report.h"
 #include "kernels/moe_ffn/moe_ffn.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
 
+using testing::SmallValues;
+
 constexpr int64_t kTopK = 8;
 constexpr int64_t kHidden = 1024;
 constexpr int64_t kInner = 768;
-
-// Small values that are exact in every dtype.
-std::unique_ptr<char[]> Values(DType dtype, int64_t n) {
-  std::unique_ptr<char[]> data(new char[static_cast<size_t>(n) * SizeOf(dtype)]);
-  uint32_t state = 1;
-  for (int64_t i = 0; i < n; ++i) {
-    state = state * 1664525u + 1013904223u;
-    const float v = static_cast<float>(static_cast<int>(state >> 29) - 3) * 0.03125f;
-    uint32_t bits;
-    std::memcpy(&bits, &v, sizeof(bits));
-    if (dtype == DType::kF32) {
-      std::memcpy(data.get() + 4 * i, &v, 4);
-    } else {
-      const auto half = static_cast<uint16_t>(bits >> 16);
-      std::memcpy(data.get() + 2 * i, &half, 2);
-    }
-  }
-  return data;
-}
 
 // Ids in no order; experts get equal shares of the slots, or shares that fall as 1 / rank.
 std::vector<int64_t> Ids(int64_t tokens, int64_t experts, bool zipf) {
@@ -64,39 +46,38 @@ std::vector<TensorView> Stack(void* data, DType dtype, int64_t experts, int64_t 
 }
 
 void BM_MoeFfn(benchmark::State& state, DType dtype, bool backward, int64_t experts, int64_t tokens, bool zipf) {
-  const auto x = Values(dtype, tokens * kHidden);
-  const auto dy = Values(dtype, tokens * kHidden);
-  const auto y = Values(dtype, tokens * kHidden);
-  const auto dx = Values(dtype, tokens * kHidden);
-  const auto probs = Values(DType::kF32, tokens * kTopK);
-  const auto dprobs = Values(DType::kF32, tokens * kTopK);
-  const auto saved = Values(dtype, tokens * kTopK * 2 * kInner);
-  const auto gate_up = Values(dtype, experts * kHidden * 2 * kInner);
-  const auto down = Values(dtype, experts * kHidden * kInner);
-  const auto dgate_up = Values(dtype, experts * kHidden * 2 * kInner);
-  const auto ddown = Values(dtype, experts * kHidden * kInner);
+  auto x = SmallValues(dtype, tokens * kHidden);
+  auto dy = SmallValues(dtype, tokens * kHidden);
+  auto y = SmallValues(dtype, tokens * kHidden);
+  auto dx = SmallValues(dtype, tokens * kHidden);
+  auto probs = SmallValues(DType::kF32, tokens * kTopK);
+  auto dprobs = SmallValues(DType::kF32, tokens * kTopK);
+  auto saved = SmallValues(dtype, tokens * kTopK * 2 * kInner);
+  auto gate_up = SmallValues(dtype, experts * kHidden * 2 * kInner);
+  auto down = SmallValues(dtype, experts * kHidden * kInner);
+  auto dgate_up = SmallValues(dtype, experts * kHidden * 2 * kInner);
+  auto ddown = SmallValues(dtype, experts * kHidden * kInner);
   std::vector<int64_t> ids = Ids(tokens, experts, zipf);
-  const TensorView xv = Contiguous(x.get(), dtype, {tokens, kHidden});
-  const TensorView dyv = Contiguous(dy.get(), dtype, {tokens, kHidden});
-  const TensorView yv = Contiguous(y.get(), dtype, {tokens, kHidden});
-  const TensorView dxv = Contiguous(dx.get(), dtype, {tokens, kHidden});
-  const TensorView pv = Contiguous(probs.get(), DType::kF32, {tokens, kTopK});
-  const TensorView dpv = Contiguous(dprobs.get(), DType::kF32, {tokens, kTopK});
-  const TensorView sv = Contiguous(saved.get(), dtype, {tokens * kTopK, 2 * kInner});
+  const TensorView xv = Contiguous(x.data(), dtype, {tokens, kHidden});
+  const TensorView dyv = Contiguous(dy.data(), dtype, {tokens, kHidden});
+  const TensorView yv = Contiguous(y.data(), dtype, {tokens, kHidden});
+  const TensorView dxv = Contiguous(dx.data(), dtype, {tokens, kHidden});
+  const TensorView pv = Contiguous(probs.data(), DType::kF32, {tokens, kTopK});
+  const TensorView dpv = Contiguous(dprobs.data(), DType::kF32, {tokens, kTopK});
+  const TensorView sv = Contiguous(saved.data(), dtype, {tokens * kTopK, 2 * kInner});
   const TensorView idv = Contiguous(ids.data(), DType::kI64, {tokens, kTopK});
-  const ExpertWeights w = {Stack(gate_up.get(), dtype, experts, kHidden, 2 * kInner),
+  const ExpertWeights w = {Stack(gate_up.data(), dtype, experts, kHidden, 2 * kInner),
                            {},
-                           Stack(down.get(), dtype, experts, kInner, kHidden)};
-  const ExpertWeights dw = {Stack(dgate_up.get(), dtype, experts, kHidden, 2 * kInner),
+                           Stack(down.data(), dtype, experts, kInner, kHidden)};
+  const ExpertWeights dw = {Stack(dgate_up.data(), dtype, experts, kHidden, 2 * kInner),
                             {},
-                            Stack(ddown.get(), dtype, experts, kInner, kHidden)};
+                            Stack(ddown.data(), dtype, experts, kInner, kHidden)};
   for (auto _ : state) {
     MoeFfn("bench", xv, idv, pv, w, yv, &sv);
     if (backward) MoeFfnBackward("bench", dyv, xv, idv, pv, w, sv, &dxv, &dpv, dw);
   }
   const double flops = (backward ? 18.0 : 6.0) * static_cast<double>(tokens * kTopK * kHidden * kInner);
-  state.counters["GFLOP/s"] = benchmark::Counter(flops * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
-  state.counters["fma_peak"] = MeasureFmaGflops(NumThreads(), 0.05);
+  ReportGflops(state, dtype, flops);
 }
 
 const int kRegistered = [] {

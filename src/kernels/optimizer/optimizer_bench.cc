@@ -2,11 +2,11 @@
 // reads and writes one.
 #include <benchmark/benchmark.h>
 
-#include <cstring>
 #include <vector>
 
 #include "kernels/optimizer/adamw.h"
 #include "kernels/optimizer/grad_norm.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
@@ -19,14 +19,7 @@ struct Setup {
     const float values[] = {0.5f, 1.25f, 0.75f, 0.375f, 0.0625f, 1.0f, 1.5f};
     for (int t = 0; t < 4; ++t) {
       memory.emplace_back(static_cast<size_t>(kElements) * SizeOf(dtype));
-      for (int64_t i = 0; i < kElements; ++i) {
-        const float v = values[(i + t) % 7];
-        if (dtype == DType::kF32) {
-          std::memcpy(memory.back().data() + i * 4, &v, 4);
-        } else {  // the upper half of a float is a bf16
-          std::memcpy(memory.back().data() + i * 2, reinterpret_cast<const char*>(&v) + 2, 2);
-        }
-      }
+      for (int64_t i = 0; i < kElements; ++i) testing::SetValue(dtype, memory.back().data(), i, values[(i + t) % 7]);
     }
   }
   TensorView Get(int t, int64_t i) {

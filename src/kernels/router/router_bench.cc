@@ -2,30 +2,20 @@
 // experts' numbers twice. The SIMD level is JUMAR_SIMD's; threads are OMP_NUM_THREADS'.
 #include <benchmark/benchmark.h>
 
-#include <cstring>
 #include <string>
 #include <vector>
 
 #include "kernels/router/balance.h"
 #include "kernels/router/router.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
 
 // Values in (-4, 4), exact in bf16 to 8 bits.
 std::vector<char> Values(DType dtype, int64_t n) {
-  std::vector<char> data(static_cast<size_t>(n) * SizeOf(dtype));
-  uint32_t state = 1;
-  for (int64_t i = 0; i < n; ++i) {
-    state = state * 1664525u + 1013904223u;
-    const float v = static_cast<float>(static_cast<int32_t>(state)) * 0x1p-29f;
-    if (dtype == DType::kF32) {
-      std::memcpy(data.data() + 4 * i, &v, 4);
-    } else {
-      std::memcpy(data.data() + 2 * i, reinterpret_cast<const char*>(&v) + 2, 2);
-    }
-  }
-  return data;
+  return testing::RandomValues(
+      dtype, n, [](uint32_t random) { return static_cast<float>(static_cast<int32_t>(random)) * 0x1p-29f; });
 }
 
 struct Data {

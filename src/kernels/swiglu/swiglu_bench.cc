@@ -6,6 +6,7 @@
 
 #include "base/parallel.h"
 #include "kernels/swiglu/swiglu.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
@@ -17,14 +18,7 @@ struct Setup {
     const float values[] = {0.5f, -1.25f, 1.75f, -0.375f, 0.0625f, -1.0f, 1.5f};
     for (int t = 0; t < count; ++t) {
       memory.emplace_back(static_cast<size_t>(Bytes()));
-      for (int64_t i = 0; i < rows * cols; ++i) {
-        const float v = values[(i + t) % 7];
-        if (dtype == DType::kF32) {
-          std::memcpy(memory.back().data() + i * 4, &v, 4);
-        } else {  // the upper half of a float is a bf16
-          std::memcpy(memory.back().data() + i * 2, reinterpret_cast<const char*>(&v) + 2, 2);
-        }
-      }
+      for (int64_t i = 0; i < rows * cols; ++i) testing::SetValue(dtype, memory.back().data(), i, values[(i + t) % 7]);
     }
   }
   TensorView Get(int t, int64_t r, int64_t c) {
