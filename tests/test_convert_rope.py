@@ -68,9 +68,25 @@ def rope_partial(q, k, cos, sin, unsqueeze_dim=1):
 
 
 def rope_deepseek(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
-    """Neighbours in, halves out: no operator does that."""
+    """Neighbours in, halves out."""
     q, k = (t.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) for t in (q, k))
     return apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+
+def rope_first_pairs(q, k, cos, sin, position_ids=None, unsqueeze_dim=1):
+    """The same, by the first half of the tables alone."""
+    cos, sin = (t[..., : t.shape[-1] // 2].unsqueeze(unsqueeze_dim) for t in (cos, sin))
+
+    def turn(x):
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    return turn(q), turn(k)
+
+
+def rope_wrong_halves(q, k, cos, sin, unsqueeze_dim=1):
+    """Neighbours in, the second of each pair first out."""
+    return tuple(t.roll(t.shape[-1] // 2, -1) for t in rope_deepseek(q, k, cos, sin, None, unsqueeze_dim))
 
 
 def rope_backwards(q, k, cos, sin, unsqueeze_dim=1):
@@ -105,6 +121,8 @@ class RopeModule(nn.Module):
         (rope_vision, "vision", "half", "input"),
         (rope_sections, "sections", "half", "promote"),
         (rope_neighbours, "plain", "interleave", "promote"),
+        (rope_deepseek, "positions", "pairs", "promote"),
+        (rope_first_pairs, "positions", "first_pairs", "promote"),
         (rope_partial, "plain", "half", "promote"),
         (RopeModule(), "plain", "half", "promote"),
     ],
@@ -120,7 +138,7 @@ def test_recognised(function, form, mode, rule):
     ("function", "reason"),
     [
         (rope_that_uses_positions, "does not compute"),
-        (rope_deepseek, "does not compute"),
+        (rope_wrong_halves, "does not compute"),
         (rope_backwards, "does not compute"),
         (rope_fixed_axis, "RuntimeError"),
         (rope_q_only, "does not compute"),
@@ -168,6 +186,8 @@ def tables(width=WIDTH, *lead):
         (apply_rotary_pos_emb, {}, 8),
         (rope_with_positions, {"position_ids": torch.arange(5)}, 8),
         (rope_neighbours, {}, 8),
+        (rope_deepseek, {"position_ids": None}, 8),
+        (rope_first_pairs, {}, 8),
         (rope_partial, {}, 4),
         (rope_partial, {}, 8),
         (rope_fp32, {"unsqueeze_dim": 1}, 8),
@@ -399,6 +419,13 @@ def test_a_decorator_that_hides_the_method_is_refused():
     assert "wrapped by a decorator that hides the method" in report.sites[0].reason
 
 
+def test_pairs_of_another_width_than_the_tables_are_refused():
+    m = attention(rope_first_pairs)()
+    jumar.convert(m, ["npu_rope"])
+    with pytest.raises(RuntimeError, match="npu_rope: .* tables of their own width 8, got 4"):
+        m(torch.randn(2, 5, 16), *tables(4))
+
+
 def test_only_the_recognised_function_is_replaced():
     m = TwoMeanings()
     assert forwards.globals_used(TwoMeanings.forward)["rope_one"] is rope_one
@@ -411,13 +438,13 @@ def test_only_the_recognised_function_is_replaced():
 
 
 def test_unknown_rotary_functions_are_reported():
-    class Deepseek(nn.Module):
+    class Turned(nn.Module):
         def forward(self, q, k, cos, sin):
-            return rope_deepseek(q, k, cos, sin)
+            return rope_wrong_halves(q, k, cos, sin)
 
-    report = jumar.convert(Deepseek(), ["npu_rope"])
+    report = jumar.convert(Turned(), ["npu_rope"])
     assert [s.status for s in report.sites] == ["skipped"]
-    assert "rope_deepseek: does not compute" in report.sites[0].reason
+    assert "rope_wrong_halves: does not compute" in report.sites[0].reason
 
 
 def test_later_changes_of_the_model_file_are_kept_out_but_seen_by_new_conversions():

@@ -26,11 +26,8 @@ FAMILIES = [name for name in models.BUILT_IN if not name.startswith(("qwen3_next
 
 MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "deepseek_v3")
 
-#: What a family has no use for: stacked experts have no MLP, interleaved rotary functions (DeepSeek's) no operator.
-WITHOUT = {
-    **dict.fromkeys(("mixtral", "qwen3_moe", "qwen3_vl_moe"), "npu_swiglu"),
-    "deepseek_v3": "npu_rope",
-}
+#: What a family has no use for: stacked experts have no MLP.
+WITHOUT = dict.fromkeys(("mixtral", "qwen3_moe", "qwen3_vl_moe"), "npu_swiglu")
 
 
 @pytest.fixture(autouse=True)

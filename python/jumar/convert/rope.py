@@ -17,7 +17,7 @@ def _make_apply(mode: str, keeps_input_dtype: bool):
         dtype = torch.promote_types(x.dtype, cos.dtype)
         # Kept input type: the operator's own contract, 16-bit input, wider tables, one rounding at the end.
         x = x if keeps_input_dtype else x.to(dtype)
-        return ops.npu_rotary_mul(x, cos.to(dtype), sin.to(dtype), mode)
+        return ops.npu_rotary_mul(*rotary.as_half(x, cos.to(dtype), sin.to(dtype), mode))
 
     return apply
 

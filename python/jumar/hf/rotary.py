@@ -21,7 +21,11 @@ _FORMS = {
 
 @dataclass(frozen=True)
 class Rotary:
-    """A rotary function's behaviour; ``names`` are its argument names, ``defaults`` those of its last arguments."""
+    """A rotary function's behaviour; ``names`` are its argument names, ``defaults`` those of its last arguments.
+
+    ``mode``: ``half`` and ``interleave`` are those of npu_rotary_mul.  ``pairs``: neighbours are pairs, and come out in
+    halves (DeepSeek).  ``first_pairs``: the same, by the first half of the tables alone.
+    """
 
     form: str
     mode: str
@@ -88,6 +92,26 @@ def rotate(x: torch.Tensor, mode: str) -> torch.Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
 
 
+def as_half(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, str]:
+    """x, cos, sin and the mode by which npu_rotary_mul computes what ``mode`` means."""
+    if mode not in ("pairs", "first_pairs"):
+        return x, cos, sin, mode
+    if x.shape[-1] != cos.shape[-1]:
+        raise RuntimeError(
+            f"npu_rope: pairs that come out in halves need tables of their own width {x.shape[-1]}, got {cos.shape[-1]}"
+        )
+    if mode == "first_pairs":
+        cos, sin = (torch.cat((t[..., : t.shape[-1] // 2],) * 2, dim=-1) for t in (cos, sin))
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), cos, sin, "half"
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, mode: str) -> torch.Tensor:
+    x, cos, sin, mode = as_half(x, cos, sin, mode)
+    return x * cos + rotate(x, mode) * sin
+
+
 def select_sections(table: torch.Tensor, section: list[int]) -> torch.Tensor:
     """[3, B, S, D] tables -> [B, S, D]: time, height and width own the channel blocks that ``section`` gives."""
     return torch.cat(
@@ -130,7 +154,7 @@ def _behaviour(value, form: str) -> tuple[int, str]:
         layouts = {-2: (q, k)}
     else:
         layouts = {1: (q, k), 2: (q.transpose(1, 2), k.transpose(1, 2))}
-    for mode in ("half", "interleave"):
+    for mode in ("half", "interleave", "pairs", "first_pairs"):
         fits = []
         for axis, (a, b) in layouts.items():
             c, s = (
@@ -139,7 +163,7 @@ def _behaviour(value, form: str) -> tuple[int, str]:
                 else (cos, sin)
             )
             c, s = c.double().unsqueeze(axis), s.double().unsqueeze(axis)
-            expected = [t.double() * c + rotate(t.double(), mode) * s for t in (a, b)]
+            expected = [_rotated(t.double(), c, s, mode) for t in (a, b)]
             outs = [_call(value, form, a, b, cos, sin, axis)]
             if form == "positions":
                 # An argument that changes nothing, in the versions where it is one.
