@@ -14,6 +14,7 @@ namespace jumar::example {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 using jumar::HWY_NAMESPACE::ForEachVector;
+using jumar::HWY_NAMESPACE::WithFloat;
 
 // max(x, 0) that keeps NaN, which hn::Max does not promise.
 template <class D, class V>
@@ -43,30 +44,12 @@ void Backward(const void* dy, const void* input, const void* gate, void* dinput,
 }
 
 void ForwardAny(DType dtype, const void* input, const void* gate, void* y, int64_t n) {
-  switch (dtype) {
-    case DType::kBF16:
-      return Forward<BF16>(input, gate, y, n);
-    case DType::kF16:
-      return Forward<F16>(input, gate, y, n);
-    case DType::kF64:
-      return Forward<double>(input, gate, y, n);
-    default:
-      return Forward<float>(input, gate, y, n);
-  }
+  WithFloat(dtype, [&](auto type) HWY_ATTR { Forward<decltype(type)>(input, gate, y, n); });
 }
 
 void BackwardAny(DType dtype, const void* dy, const void* input, const void* gate, void* dinput, void* dgate,
                  int64_t n) {
-  switch (dtype) {
-    case DType::kBF16:
-      return Backward<BF16>(dy, input, gate, dinput, dgate, n);
-    case DType::kF16:
-      return Backward<F16>(dy, input, gate, dinput, dgate, n);
-    case DType::kF64:
-      return Backward<double>(dy, input, gate, dinput, dgate, n);
-    default:
-      return Backward<float>(dy, input, gate, dinput, dgate, n);
-  }
+  WithFloat(dtype, [&](auto type) HWY_ATTR { Backward<decltype(type)>(dy, input, gate, dinput, dgate, n); });
 }
 
 }  // namespace HWY_NAMESPACE

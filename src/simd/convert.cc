@@ -14,21 +14,6 @@ namespace jumar {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Calls f with a value of the stored type.
-template <typename F>
-HWY_INLINE void WithStored(DType dtype, const F& f) {
-  switch (dtype) {
-    case DType::kBF16:
-      return f(BF16());
-    case DType::kF16:
-      return f(F16());
-    case DType::kF64:
-      return f(double());
-    default:
-      return f(float());
-  }
-}
-
 template <typename From, typename To>
 void ConvertT(const From* in, To* out, size_t n) {
   const hn::ScalableTag<double> d;
@@ -36,8 +21,8 @@ void ConvertT(const From* in, To* out, size_t n) {
 }
 
 void ConvertBlock(DType from, const void* in, DType to, void* out, int64_t n) {
-  WithStored(from, [&](auto source) {
-    WithStored(to, [&](auto result) {
+  WithFloat(from, [&](auto source) HWY_ATTR {
+    WithFloat(to, [&](auto result) HWY_ATTR {
       ConvertT(static_cast<const decltype(source)*>(in), static_cast<decltype(result)*>(out), static_cast<size_t>(n));
     });
   });

@@ -29,6 +29,29 @@ namespace jumar {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+// f(value of the stored type) for those whose compute type is C.
+template <typename C, typename F>
+HWY_INLINE auto WithStored(DType dtype, const F& f) {
+  if constexpr (std::is_same_v<C, double>) {
+    return f(double());
+  } else {
+    switch (dtype) {
+      case DType::kBF16:
+        return f(BF16());
+      case DType::kF16:
+        return f(F16());
+      default:
+        return f(float());
+    }
+  }
+}
+
+// f(value of the stored type) for every floating dtype.
+template <typename F>
+HWY_INLINE auto WithFloat(DType dtype, const F& f) {
+  return dtype == DType::kF64 ? f(double()) : WithStored<float>(dtype, f);
+}
+
 // bf16 bits -> float, exact.
 template <class D, class V16>
 HWY_INLINE hn::Vec<D> WidenBF16(D d, V16 bits) {

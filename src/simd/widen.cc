@@ -23,14 +23,7 @@ void Widen(const T* in, size_t n, float offset, float* out) {
 
 void WidenRow(const RowMap& row, float offset, float* out) {
   const auto n = static_cast<size_t>(row.cols);
-  switch (row.dtype) {
-    case DType::kBF16:
-      return Widen(row.Row<const BF16>(0), n, offset, out);
-    case DType::kF16:
-      return Widen(row.Row<const F16>(0), n, offset, out);
-    default:
-      return Widen(row.Row<const float>(0), n, offset, out);
-  }
+  WithStored<float>(row.dtype, [&](auto type) HWY_ATTR { Widen(row.Row<const decltype(type)>(0), n, offset, out); });
 }
 
 }  // namespace HWY_NAMESPACE

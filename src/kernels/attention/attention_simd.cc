@@ -288,16 +288,8 @@ void DotRowsAs(const void* dy, int64_t dy_stride, const void* out, int64_t out_s
 
 void DotRows(DType dtype, const void* dy, int64_t dy_stride, const void* out, int64_t out_stride, int64_t rows,
              int64_t cols, void* delta) {
-  switch (dtype) {
-    case DType::kF32:
-      return DotRowsAs<float>(dy, dy_stride, out, out_stride, rows, cols, delta);
-    case DType::kBF16:
-      return DotRowsAs<BF16>(dy, dy_stride, out, out_stride, rows, cols, delta);
-    case DType::kF16:
-      return DotRowsAs<F16>(dy, dy_stride, out, out_stride, rows, cols, delta);
-    default:
-      return DotRowsAs<double>(dy, dy_stride, out, out_stride, rows, cols, delta);
-  }
+  WithFloat(dtype,
+            [&](auto type) HWY_ATTR { DotRowsAs<decltype(type)>(dy, dy_stride, out, out_stride, rows, cols, delta); });
 }
 
 template <typename T>

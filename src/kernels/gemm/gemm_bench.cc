@@ -2,7 +2,6 @@
 // The SIMD level is JUMAR_SIMD's; threads are OMP_NUM_THREADS'.
 #include <benchmark/benchmark.h>
 
-
 #include "jumar/runtime.h"
 #include "kernels/gemm/gemm.h"
 #include "kernels/limits/limits.h"

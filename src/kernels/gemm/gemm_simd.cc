@@ -202,17 +202,10 @@ void StoreAs(const GemmStore& s) {
   }
 }
 
-void StoreF32(const GemmStore& s) {
-  switch (s.dtype) {
-    case DType::kBF16:
-      return StoreAs<float, BF16>(s);
-    case DType::kF16:
-      return StoreAs<float, F16>(s);
-    default:
-      return StoreAs<float, float>(s);
-  }
+template <typename T>
+void Store(const GemmStore& s) {
+  WithStored<T>(s.dtype, [&](auto type) HWY_ATTR { StoreAs<T, decltype(type)>(s); });
 }
-void StoreF64(const GemmStore& s) { StoreAs<double, double>(s); }
 
 template <typename T>
 void PackA(const GemmPack& p) {
@@ -225,7 +218,7 @@ void PackB(const GemmPack& p) {
 
 // K blocks: a B panel (nr x kc) stays in L1 while the panels of an A block pass by.
 template <typename T>
-GemmKernel MakeKernel(void (*store)(const GemmStore&)) {
+GemmKernel MakeKernel() {
   GemmKernel kernel;
   kernel.mr = kMR;
   kernel.nr = static_cast<int>(2 * hn::Lanes(hn::ScalableTag<T>()));
@@ -237,13 +230,13 @@ GemmKernel MakeKernel(void (*store)(const GemmStore&)) {
   kernel.pack_b = &PackB<T>;
   kernel.multiply = &Multiply<true, T>;
   kernel.multiply_near = &Multiply<false, T>;
-  kernel.store = store;
+  kernel.store = &Store<T>;
   return kernel;
 }
 
 const GemmKernel* BaseKernel(bool f64) {
-  static const GemmKernel k32 = MakeKernel<float>(&StoreF32);
-  static const GemmKernel k64 = MakeKernel<double>(&StoreF64);
+  static const GemmKernel k32 = MakeKernel<float>();
+  static const GemmKernel k64 = MakeKernel<double>();
   return f64 ? &k64 : &k32;
 }
 

@@ -174,18 +174,7 @@ void PackTyped(const GemmPack& p, int64_t width) {
 // Panels of `width` rows in the compute type T.
 template <typename T>
 void PackPanels(const GemmPack& p, int64_t width) {
-  if constexpr (std::is_same_v<T, double>) {
-    PackTyped<double, double>(p, width);
-  } else {
-    switch (p.operand->dtype) {
-      case DType::kBF16:
-        return PackTyped<float, BF16>(p, width);
-      case DType::kF16:
-        return PackTyped<float, F16>(p, width);
-      default:
-        return PackTyped<float, float>(p, width);
-    }
-  }
+  WithStored<T>(p.operand->dtype, [&](auto type) HWY_ATTR { PackTyped<T, decltype(type)>(p, width); });
 }
 
 }  // namespace HWY_NAMESPACE

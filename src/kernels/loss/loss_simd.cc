@@ -19,20 +19,6 @@ namespace hn = hwy::HWY_NAMESPACE;
 // Elements whose sum stays in vector lanes before it goes to fp64.
 constexpr size_t kBlock = 2048;
 
-template <typename F>
-void WithType(DType dtype, const F& f) {
-  switch (dtype) {
-    case DType::kF32:
-      return f(float{});
-    case DType::kBF16:
-      return f(BF16{});
-    case DType::kF16:
-      return f(F16{});
-    default:
-      return f(double{});
-  }
-}
-
 template <class D, class V>
 HWY_INLINE double LaneSum(D d, V v) {
   return static_cast<double>(hn::GetLane(hn::SumOfLanes(d, v)));
@@ -167,25 +153,21 @@ void GradRow(const SoftmaxGrad& a) {
 }
 
 RowStats StatsOf(DType dtype, const void* x, int64_t n) {
-  RowStats stats{};
-  WithType(dtype, [&](auto type) HWY_ATTR {
+  return WithFloat(dtype, [&](auto type) HWY_ATTR {
     using T = decltype(type);
-    stats = Stats(static_cast<const T*>(x), static_cast<size_t>(n));
+    return Stats(static_cast<const T*>(x), static_cast<size_t>(n));
   });
-  return stats;
 }
 
 double WeightedSumOf(DType dtype, const void* x, const void* w, int64_t n) {
-  double sum = 0;
-  WithType(dtype, [&](auto type) HWY_ATTR {
+  return WithFloat(dtype, [&](auto type) HWY_ATTR {
     using T = decltype(type);
-    sum = WeightedSum(static_cast<const T*>(x), static_cast<const ComputeOf<T>*>(w), static_cast<size_t>(n));
+    return WeightedSum(static_cast<const T*>(x), static_cast<const ComputeOf<T>*>(w), static_cast<size_t>(n));
   });
-  return sum;
 }
 
 void LogProbOf(DType dtype, const void* x, double lse, void* out, int64_t n) {
-  WithType(dtype, [&](auto type) HWY_ATTR {
+  WithFloat(dtype, [&](auto type) HWY_ATTR {
     using T = decltype(type);
     LogProb(static_cast<const T*>(x), lse, static_cast<T*>(out), static_cast<size_t>(n));
   });
@@ -193,10 +175,8 @@ void LogProbOf(DType dtype, const void* x, double lse, void* out, int64_t n) {
 
 void GradOf(const SoftmaxGrad& a) {
   if (a.dtype == DType::kF64) return GradRow<double, double>(a);
-  WithType(a.dtype, [&](auto in) HWY_ATTR {
-    WithType(a.out_dtype, [&](auto out) HWY_ATTR {
-      if constexpr (sizeof(decltype(in)) != 8 && sizeof(decltype(out)) != 8) GradRow<decltype(in), decltype(out)>(a);
-    });
+  WithStored<float>(a.dtype, [&](auto in) HWY_ATTR {
+    WithStored<float>(a.out_dtype, [&](auto out) HWY_ATTR { GradRow<decltype(in), decltype(out)>(a); });
   });
 }
 
@@ -204,24 +184,21 @@ void NarrowOf(DType from, const void* x, DType to, void* out, int64_t n) {
   if (from == DType::kF64) {
     return Narrowed(static_cast<const double*>(x), static_cast<double*>(out), static_cast<size_t>(n));
   }
-  WithType(to, [&](auto type) HWY_ATTR {
-    using T = decltype(type);
-    if constexpr (sizeof(T) != 8) Narrowed(static_cast<const float*>(x), static_cast<T*>(out), static_cast<size_t>(n));
+  WithStored<float>(to, [&](auto type) HWY_ATTR {
+    Narrowed(static_cast<const float*>(x), static_cast<decltype(type)*>(out), static_cast<size_t>(n));
   });
 }
 
 double LoadOf(DType dtype, const void* data, int64_t index) {
-  double value = 0;
-  WithType(dtype, [&](auto type) HWY_ATTR {
+  return WithFloat(dtype, [&](auto type) HWY_ATTR {
     using T = decltype(type);
     const hn::ScalableTag<ComputeOf<T>> d;
-    value = static_cast<double>(hn::GetLane(LoadWideN(d, static_cast<const T*>(data) + index, 1)));
+    return static_cast<double>(hn::GetLane(LoadWideN(d, static_cast<const T*>(data) + index, 1)));
   });
-  return value;
 }
 
 void StoreOf(DType dtype, void* data, int64_t index, double value) {
-  WithType(dtype, [&](auto type) HWY_ATTR {
+  WithFloat(dtype, [&](auto type) HWY_ATTR {
     using T = decltype(type);
     const hn::ScalableTag<ComputeOf<T>> d;
     StoreNarrowN(d, hn::Set(d, static_cast<ComputeOf<T>>(value)), static_cast<T*>(data) + index, 1);

@@ -169,24 +169,9 @@ void SpreadT(const RowMap& in, const SlotTable& slots, const RowMap* out, const 
   if constexpr (kStream) hwy::FlushStream();
 }
 
-// Calls f with a value of the stored type.
-template <typename F>
-HWY_INLINE void WithType(DType dtype, const F& f) {
-  switch (dtype) {
-    case DType::kBF16:
-      return f(BF16());
-    case DType::kF16:
-      return f(F16());
-    case DType::kF64:
-      return f(double());
-    default:
-      return f(float());
-  }
-}
-
 void Combine(const std::vector<CombinePart>& parts, const RowMap& out, bool stream, int64_t first, int64_t last) {
-  WithType(out.dtype, [&](auto value) {
-    using T = decltype(value);
+  WithFloat(out.dtype, [&](auto type) HWY_ATTR {
+    using T = decltype(type);
     stream ? CombineT<T, true>(parts, out, first, last) : CombineT<T, false>(parts, out, first, last);
   });
 }
@@ -205,8 +190,8 @@ void SpreadAs(const RowMap& in, const SlotTable& slots, const RowMap* out, const
 
 void Spread(const RowMap& in, const SlotTable& slots, const RowMap* out, const RowMap* other, void* dots, bool stream,
             int64_t first, int64_t last) {
-  WithType(in.dtype, [&](auto value) {
-    using T = decltype(value);
+  WithFloat(in.dtype, [&](auto type) HWY_ATTR {
+    using T = decltype(type);
     stream ? SpreadAs<T, true>(in, slots, out, other, dots, first, last)
            : SpreadAs<T, false>(in, slots, out, other, dots, first, last);
   });

@@ -83,23 +83,15 @@ void CombineAs(const CombineRow& c) {
   });
 }
 
-#define JUMAR_BY_DTYPE(function, argument) \
-  switch ((argument).dtype) {              \
-    case DType::kBF16:                     \
-      return function<BF16>(argument);     \
-    case DType::kF16:                      \
-      return function<F16>(argument);      \
-    case DType::kF64:                      \
-      return function<double>(argument);   \
-    default:                               \
-      return function<float>(argument);    \
-  }
-
-void Forward(const SwigluTile& t) { JUMAR_BY_DTYPE(ForwardAs, t) }
-void Backward(const SwigluGradTile& t) { JUMAR_BY_DTYPE(BackwardAs, t) }
-void Combine(const CombineRow& c) { JUMAR_BY_DTYPE(CombineAs, c) }
-
-#undef JUMAR_BY_DTYPE
+void Forward(const SwigluTile& t) {
+  WithFloat(t.dtype, [&](auto type) HWY_ATTR { ForwardAs<decltype(type)>(t); });
+}
+void Backward(const SwigluGradTile& t) {
+  WithFloat(t.dtype, [&](auto type) HWY_ATTR { BackwardAs<decltype(type)>(t); });
+}
+void Combine(const CombineRow& c) {
+  WithFloat(c.dtype, [&](auto type) HWY_ATTR { CombineAs<decltype(type)>(c); });
+}
 
 }  // namespace HWY_NAMESPACE
 }  // namespace jumar

@@ -344,29 +344,11 @@ void NarrowT(const double* in, void* out, int64_t n) {
 }
 
 void Widen(DType from, const void* in, double* out, int64_t n) {
-  switch (from) {
-    case DType::kBF16:
-      return WidenT<BF16>(in, out, n);
-    case DType::kF16:
-      return WidenT<F16>(in, out, n);
-    case DType::kF64:
-      return WidenT<double>(in, out, n);
-    default:
-      return WidenT<float>(in, out, n);
-  }
+  WithFloat(from, [&](auto type) HWY_ATTR { WidenT<decltype(type)>(in, out, n); });
 }
 
 void Narrow(DType to, const double* in, void* out, int64_t n) {
-  switch (to) {
-    case DType::kBF16:
-      return NarrowT<BF16>(in, out, n);
-    case DType::kF16:
-      return NarrowT<F16>(in, out, n);
-    case DType::kF64:
-      return NarrowT<double>(in, out, n);
-    default:
-      return NarrowT<float>(in, out, n);
-  }
+  WithFloat(to, [&](auto type) HWY_ATTR { NarrowT<decltype(type)>(in, out, n); });
 }
 
 }  // namespace HWY_NAMESPACE

@@ -102,16 +102,7 @@ double SumPower(Power power, double p, const void* in, int64_t n) {
 }
 
 double Sum(DType dtype, Power power, double p, const void* in, int64_t n) {
-  switch (dtype) {
-    case DType::kBF16:
-      return SumPower<BF16>(power, p, in, n);
-    case DType::kF16:
-      return SumPower<F16>(power, p, in, n);
-    case DType::kF64:
-      return SumPower<double>(power, p, in, n);
-    default:
-      return SumPower<float>(power, p, in, n);
-  }
+  return WithFloat(dtype, [&](auto type) HWY_ATTR { return SumPower<decltype(type)>(power, p, in, n); });
 }
 
 template <typename T>
@@ -124,16 +115,7 @@ void ScaleT(double factor, const void* in, void* out, int64_t n) {
 }
 
 void Scale(DType dtype, double factor, const void* in, void* out, int64_t n) {
-  switch (dtype) {
-    case DType::kBF16:
-      return ScaleT<BF16>(factor, in, out, n);
-    case DType::kF16:
-      return ScaleT<F16>(factor, in, out, n);
-    case DType::kF64:
-      return ScaleT<double>(factor, in, out, n);
-    default:
-      return ScaleT<float>(factor, in, out, n);
-  }
+  WithFloat(dtype, [&](auto type) HWY_ATTR { ScaleT<decltype(type)>(factor, in, out, n); });
 }
 
 }  // namespace HWY_NAMESPACE

@@ -232,29 +232,11 @@ void Backward(const RmsBackwardRows& a, int64_t begin, int64_t end) {
 }
 
 void ForwardAny(const RmsForwardRows& a, int64_t begin, int64_t end) {
-  switch (a.x->dtype) {
-    case DType::kF32:
-      return Forward<float>(a, begin, end);
-    case DType::kBF16:
-      return Forward<BF16>(a, begin, end);
-    case DType::kF16:
-      return Forward<F16>(a, begin, end);
-    default:
-      return Forward<double>(a, begin, end);
-  }
+  WithFloat(a.x->dtype, [&](auto type) HWY_ATTR { Forward<decltype(type)>(a, begin, end); });
 }
 
 void BackwardAny(const RmsBackwardRows& a, int64_t begin, int64_t end) {
-  switch (a.x->dtype) {
-    case DType::kF32:
-      return Backward<float>(a, begin, end);
-    case DType::kBF16:
-      return Backward<BF16>(a, begin, end);
-    case DType::kF16:
-      return Backward<F16>(a, begin, end);
-    default:
-      return Backward<double>(a, begin, end);
-  }
+  WithFloat(a.x->dtype, [&](auto type) HWY_ATTR { Backward<decltype(type)>(a, begin, end); });
 }
 
 }  // namespace HWY_NAMESPACE

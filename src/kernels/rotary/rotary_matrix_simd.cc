@@ -34,18 +34,9 @@ void WidenRow(const T* row, int64_t step, int64_t n, F* to) {
 template <typename F>
 void WidenTableRow(const RowOperand& table, int64_t k, int64_t n, F* to) {
   const int64_t at = table.kept_offset[k];
-  if constexpr (std::is_same_v<F, double>) {
-    WidenRow(static_cast<const double*>(table.data) + at, table.step, n, to);
-  } else {
-    switch (table.dtype) {
-      case DType::kBF16:
-        return WidenRow(static_cast<const BF16*>(table.data) + at, table.step, n, to);
-      case DType::kF16:
-        return WidenRow(static_cast<const F16*>(table.data) + at, table.step, n, to);
-      default:
-        return WidenRow(static_cast<const float*>(table.data) + at, table.step, n, to);
-    }
-  }
+  WithStored<F>(table.dtype, [&](auto type) HWY_ATTR {
+    WidenRow(static_cast<const decltype(type)*>(table.data) + at, table.step, n, to);
+  });
 }
 
 template <typename T>
@@ -86,16 +77,7 @@ void MatrixBlock(const RotaryBlock& block, const RowOperand& x, const RowOperand
 
 void Matrix(const RotaryBlock& block, const RowOperand& x, const RowOperand& cos, const RowOperand& sin,
             const void* matrix, const RowOperand& out) {
-  switch (x.dtype) {
-    case DType::kBF16:
-      return MatrixBlock<BF16>(block, x, cos, sin, matrix, out);
-    case DType::kF16:
-      return MatrixBlock<F16>(block, x, cos, sin, matrix, out);
-    case DType::kF64:
-      return MatrixBlock<double>(block, x, cos, sin, matrix, out);
-    default:
-      return MatrixBlock<float>(block, x, cos, sin, matrix, out);
-  }
+  WithFloat(x.dtype, [&](auto type) HWY_ATTR { MatrixBlock<decltype(type)>(block, x, cos, sin, matrix, out); });
 }
 
 }  // namespace HWY_NAMESPACE

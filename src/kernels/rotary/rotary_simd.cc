@@ -163,18 +163,9 @@ void PrepareTable(const RotaryBlock& block, const RowOperand& table, bool negate
 template <class Mode, typename F>
 void PrepareAnyTable(const RotaryBlock& block, const RowOperand& table, bool negate, F* first, F* second,
                      int64_t stride) {
-  if constexpr (std::is_same_v<F, double>) {
-    PrepareTable<Mode, F, double>(block, table, negate, first, second, stride);
-  } else {
-    switch (table.dtype) {
-      case DType::kBF16:
-        return PrepareTable<Mode, F, BF16>(block, table, negate, first, second, stride);
-      case DType::kF16:
-        return PrepareTable<Mode, F, F16>(block, table, negate, first, second, stride);
-      default:
-        return PrepareTable<Mode, F, float>(block, table, negate, first, second, stride);
-    }
-  }
+  WithStored<F>(table.dtype, [&](auto type) HWY_ATTR {
+    PrepareTable<Mode, F, decltype(type)>(block, table, negate, first, second, stride);
+  });
 }
 
 // y1 = a cos1 - b sin1,  y2 = b cos2 + a sin2.
@@ -387,18 +378,9 @@ void StoreSums(const F* first, const F* second, size_t half, int64_t parts, int6
 template <class Mode, typename F>
 void StoreAnySums(const F* first, const F* second, size_t half, int64_t parts, int64_t part_stride,
                   const TensorView& to) {
-  if constexpr (std::is_same_v<F, double>) {
-    StoreSums<Mode, F, double>(first, second, half, parts, part_stride, to);
-  } else {
-    switch (to.dtype) {
-      case DType::kBF16:
-        return StoreSums<Mode, F, BF16>(first, second, half, parts, part_stride, to);
-      case DType::kF16:
-        return StoreSums<Mode, F, F16>(first, second, half, parts, part_stride, to);
-      default:
-        return StoreSums<Mode, F, float>(first, second, half, parts, part_stride, to);
-    }
-  }
+  WithStored<F>(to.dtype, [&](auto type) HWY_ATTR {
+    StoreSums<Mode, F, decltype(type)>(first, second, half, parts, part_stride, to);
+  });
 }
 
 template <class Mode, typename F>
@@ -413,18 +395,7 @@ void StoreBoth(int64_t width, const void* sums, int64_t parts, int64_t part_stri
 // Calls f(mode tag, type tag) for a mode and a stored dtype.
 template <class F>
 void ForModeAndType(RotaryMode mode, DType dtype, const F& f) {
-  const auto with_mode = [&](auto tag) {
-    switch (dtype) {
-      case DType::kBF16:
-        return f(tag, BF16());
-      case DType::kF16:
-        return f(tag, F16());
-      case DType::kF64:
-        return f(tag, double());
-      default:
-        return f(tag, float());
-    }
-  };
+  const auto with_mode = [&](auto tag) HWY_ATTR { WithFloat(dtype, [&](auto type) HWY_ATTR { f(tag, type); }); };
   return mode == RotaryMode::kHalf ? with_mode(Half()) : with_mode(Interleave());
 }
 

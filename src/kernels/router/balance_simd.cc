@@ -32,13 +32,11 @@ inline double At(DType dtype, const void* data, int64_t index) {
     default:
       break;
   }
-  double value = 0;
-  WithFloat(dtype, [&](auto type) HWY_ATTR {
+  return WithFloat(dtype, [&](auto type) HWY_ATTR {
     using T = decltype(type);
     const hn::ScalableTag<ComputeOf<T>> d;
-    value = static_cast<double>(hn::GetLane(LoadWideN(d, static_cast<const T*>(data) + index, 1)));
+    return static_cast<double>(hn::GetLane(LoadWideN(d, static_cast<const T*>(data) + index, 1)));
   });
-  return value;
 }
 
 inline double MaskAt(const RowMap* mask, int64_t row) {

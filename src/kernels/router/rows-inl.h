@@ -18,28 +18,6 @@ namespace jumar {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-template <typename F>
-HWY_INLINE void WithFloat(DType dtype, const F& f) {
-  switch (dtype) {
-    case DType::kF32:
-      return f(float{});
-    case DType::kBF16:
-      return f(BF16{});
-    case DType::kF16:
-      return f(F16{});
-    default:
-      return f(double{});
-  }
-}
-
-// f(type) for those that go with the compute type C: fp64 alone, or the other three.
-template <typename C, typename F>
-HWY_INLINE void WithStored(DType dtype, const F& f) {
-  WithFloat(dtype, [&](auto type) HWY_ATTR {
-    if constexpr ((sizeof(type) == 8) == (sizeof(C) == 8)) f(type);
-  });
-}
-
 HWY_INLINE const void* RowOf(const RowMap& map, int64_t row) {
   return static_cast<const char*>(map.data) + map.Offset(row) * static_cast<int64_t>(SizeOf(map.dtype));
 }

@@ -116,30 +116,12 @@ void BackwardT(const void* grad, const void* gate, const void* up, void* dgate, 
 }
 
 void Forward(DType dtype, const void* gate, const void* up, void* out, int64_t n, bool stream) {
-  switch (dtype) {
-    case DType::kBF16:
-      return ForwardT<BF16>(gate, up, out, n, stream);
-    case DType::kF16:
-      return ForwardT<F16>(gate, up, out, n, stream);
-    case DType::kF64:
-      return ForwardT<double>(gate, up, out, n, stream);
-    default:
-      return ForwardT<float>(gate, up, out, n, stream);
-  }
+  WithFloat(dtype, [&](auto type) HWY_ATTR { ForwardT<decltype(type)>(gate, up, out, n, stream); });
 }
 
 void Backward(DType dtype, const void* grad, const void* gate, const void* up, void* dgate, void* dup, int64_t n,
               bool stream) {
-  switch (dtype) {
-    case DType::kBF16:
-      return BackwardT<BF16>(grad, gate, up, dgate, dup, n, stream);
-    case DType::kF16:
-      return BackwardT<F16>(grad, gate, up, dgate, dup, n, stream);
-    case DType::kF64:
-      return BackwardT<double>(grad, gate, up, dgate, dup, n, stream);
-    default:
-      return BackwardT<float>(grad, gate, up, dgate, dup, n, stream);
-  }
+  WithFloat(dtype, [&](auto type) HWY_ATTR { BackwardT<decltype(type)>(grad, gate, up, dgate, dup, n, stream); });
 }
 
 }  // namespace HWY_NAMESPACE
