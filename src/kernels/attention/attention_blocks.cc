@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "base/check.h"
+#include "base/widen.h"
 
 namespace jumar {
 namespace {
@@ -32,7 +33,7 @@ AttentionShape CheckAttention(const char* op, const AttentionInputs& in, const T
                 Name(x->dtype));
   }
   s.dtype = q.dtype;
-  s.compute = q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  s.compute = ComputeType(q.dtype);
   s.heads = q.size[1];
   s.kv_heads = in.k.size[1];
   s.d = q.size[3];

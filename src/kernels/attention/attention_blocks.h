@@ -93,7 +93,6 @@ void MultiplySkippingZeros(const GemmKernel& kernel, const GemmBlock& block, boo
 bool FinitePanels(const AttentionPlan& plan, const void* packed, int64_t panels, int64_t stride, int64_t width,
                   int64_t kc);
 
-inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline char* At(void* base, int64_t elements, size_t bytes) {
   return static_cast<char*>(base) + elements * static_cast<int64_t>(bytes);
 }

@@ -73,8 +73,8 @@ void Product(const char* op, const TensorView& a, const TensorView& b, const Ten
   if (c.numel() == 0) return;
 
   ScratchFrame frame;
-  GemmOperand left{a.data, a.dtype, a.size[0], a.size[1], a.stride[0], a.stride[1]};
-  GemmOperand right{b.data, b.dtype, b.size[1], b.size[0], b.stride[1], b.stride[0]};
+  GemmOperand left = LeftOperand(a);
+  GemmOperand right = RightOperand(b);
   GemmStore store{};
   store.m = c.size[0];
   store.n = c.size[1];
@@ -87,7 +87,7 @@ void Product(const char* op, const TensorView& a, const TensorView& b, const Ten
 
   const GemmKernel& kernel = ChooseGemmKernel(a.dtype, b.dtype);
   // Columns are padded to whole panels of nr, rows are not: a narrow result is computed as its transpose.
-  const int64_t padded = (store.n + kernel.nr - 1) / kernel.nr * kernel.nr;
+  const int64_t padded = RoundUp(store.n, kernel.nr);
   if (!add && store.n < store.m && store.n <= 2 * kernel.nr && padded * 10 > store.n * 13) {
     std::swap(left, right);
     std::swap(store.m, store.n);

@@ -12,6 +12,9 @@
 
 namespace jumar {
 
+inline int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
+
 // One operand: element (r, k) is at r * row_stride + k * k_stride; r is m for A and n for B.
 struct GemmOperand {
   const void* data = nullptr;
@@ -21,6 +24,14 @@ struct GemmOperand {
   int64_t row_stride = 0;
   int64_t k_stride = 0;
 };
+
+// A matrix as the left operand [m, k], or the right one [k, n], of a product.
+inline GemmOperand LeftOperand(const TensorView& x) {
+  return {x.data, x.dtype, x.size[0], x.size[1], x.stride[0], x.stride[1]};
+}
+inline GemmOperand RightOperand(const TensorView& x) {
+  return {x.data, x.dtype, x.size[1], x.size[0], x.stride[1], x.stride[0]};
+}
 
 // Rows [row, row + rows) by [k, k + kc) of an operand become ceil(rows / panel width) panels, `panel` packed elements
 // apart. Reads may touch rows beyond row + rows where the operand has them.
@@ -77,11 +88,11 @@ struct GemmKernel {
   void (*multiply_near)(const GemmBlock&);  // the same for blocks that lie in the first two caches
   void (*store)(const GemmStore&);
 
+  // The K block of a product: equal ones of at most `kc`. It depends on k alone, and with it the order of every sum.
+  int64_t KBlock(int64_t k) const { return RoundUp(CeilDiv(k, CeilDiv(k, kc)), k_step); }
+
   // Packed elements from one panel to the next; the slack takes whole-vector stores at the end of a panel.
-  int64_t PanelStride(int width, int64_t kc_used) const {
-    const int64_t k = (kc_used + k_step - 1) / k_step * k_step;
-    return (k * width + 63) / 64 * 64 + 64;
-  }
+  int64_t PanelStride(int width, int64_t kc_used) const { return RoundUp(RoundUp(kc_used, k_step) * width, 64) + 64; }
 };
 
 // The best kernel under the SIMD cap for these input dtypes (both fp64, or neither).

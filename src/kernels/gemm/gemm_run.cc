@@ -23,9 +23,6 @@ constexpr int64_t kPanels = 8;                 // that one task packs
 constexpr int64_t kSerialPack = 1 << 15;       // elements that are not worth a second thread
 constexpr int64_t kSerialProduct = 1 << 17;    // multiply-adds, likewise
 
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
-
 // Block size for n in equal blocks of at most about `limit`, a multiple of `unit`.
 int64_t Balanced(int64_t n, int64_t limit, int64_t unit) {
   const int64_t blocks = CeilDiv(n, std::max(limit / unit * unit, unit));
@@ -45,7 +42,7 @@ class Product {
  public:
   Product(const GemmKernel& kernel, const GemmOperand& a, const GemmOperand& b, const GemmStore& store)
       : kernel_(kernel), a_(a), b_(b), store_(store) {
-    kc_ = RoundUp(CeilDiv(a.k, CeilDiv(a.k, kernel.kc)), kernel.k_step);
+    kc_ = kernel.KBlock(a.k);
     k_blocks_ = CeilDiv(a.k, kc_);
     depth_blocks_ = std::min(k_blocks_, std::max<int64_t>(1, kMaxDepth / kc_));
     const int64_t side = std::max<int64_t>(1024, kMaxOperandBytes / (depth_blocks_ * kc_ * kernel.packed_bytes));

@@ -2,10 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "base/parallel.h"
 #include "base/scratch.h"
+#include "base/widen.h"
 #include "jumar/runtime.h"
+#include "kernels/gemm/gemm.h"
 
 namespace jumar {
 namespace {
@@ -19,9 +22,6 @@ constexpr int64_t kMaxDepth = 2048;         // the run of K of A that is packed 
 constexpr int64_t kSkew = 16;               // keeps rows of sums off the same cache set
 constexpr int64_t kUnitsPerThread = 6;      // pieces that even out what threads do
 constexpr double kSerialProduct = 1 << 17;  // multiply-adds that are not worth a second thread
-
-int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t RoundUp(int64_t a, int64_t b) { return CeilDiv(a, b) * b; }
 
 // Pieces of at most `limit`, equal but for the rounding to `unit`.
 int64_t Piece(int64_t n, int64_t limit, int64_t unit) { return RoundUp(CeilDiv(n, CeilDiv(n, limit)), unit); }
@@ -138,7 +138,7 @@ class Tiles {
     for (int t = 0; t < (p.separate ? 1 : p.term_count); ++t) {
       const int64_t all = p.terms[t].a.matrix.k;
       if (all == 0) continue;
-      const int64_t kc = RoundUp(CeilDiv(all, CeilDiv(all, kernel_.kc)), kernel_.k_step);
+      const int64_t kc = kernel_.KBlock(all);
       for (int64_t k = 0; k < all; k += kc) blocks.push_back({t, k, std::min(kc, all - k)});
     }
     return blocks;
@@ -252,11 +252,66 @@ class Tiles {
   const int64_t grid_;
 };
 
+// sums += out, for results that are not built in place.
+void AddOut(const TensorView& out, const SumTile& tile, DType acc) {
+  ScratchFrame frame;
+  const void* before = WidenAll(out, acc, -0.0, frame);
+  for (int64_t i = 0; i < tile.rows; ++i) {
+    if (acc == DType::kF64) {
+      double* sum = static_cast<double*>(tile.sums[0]) + i * tile.ld;
+      for (int64_t j = 0; j < tile.cols; ++j) sum[j] += static_cast<const double*>(before)[i * tile.cols + j];
+    } else {
+      float* sum = static_cast<float*>(tile.sums[0]) + i * tile.ld;
+      for (int64_t j = 0; j < tile.cols; ++j) sum[j] += static_cast<const float*>(before)[i * tile.cols + j];
+    }
+  }
+}
+
 }  // namespace
 
 void RunTiles(const GemmKernel& kernel, const std::vector<TileProduct>& products,
               const std::function<void(const SumTile&)>& epilogue, int64_t column_grid) {
   Tiles(kernel, products, epilogue, column_grid).Run();
+}
+
+void RunProducts(const GemmKernel& kernel, std::vector<MatrixProduct> products, bool add) {
+  std::vector<TileProduct> tiles;
+  for (MatrixProduct& product : products) {
+    // A result that lies column by column is computed as its transpose.
+    if (product.bias == nullptr && product.out.stride[0] == 1 && product.out.stride[1] != 1) {
+      std::swap(product.a, product.b);
+      product.out = Transposed(product.out);
+    }
+    const TensorView& out = product.out;
+    TileProduct p;
+    p.m = out.size[0];
+    p.n = out.size[1];
+    p.terms[0] = {product.a, product.b};
+    if (out.dtype == kernel.acc && out.stride[1] == 1 && product.bias == nullptr) {
+      p.sums = out.data;
+      p.ld_sums = out.stride[0];
+      p.add = add;
+    }
+    tiles.push_back(p);
+  }
+  RunTiles(kernel, tiles, [&](const SumTile& tile) {
+    const MatrixProduct& product = products[static_cast<size_t>(tile.product)];
+    const TensorView part = Narrow(Narrow(product.out, 0, tile.row, tile.rows), 1, tile.col, tile.cols);
+    if (add) AddOut(part, tile, kernel.acc);
+    GemmStore store{};
+    store.acc = tile.sums[0];
+    store.ld_acc = tile.ld;
+    store.m = tile.rows;
+    store.n = tile.cols;
+    if (product.bias != nullptr) {
+      store.bias = static_cast<const char*>(product.bias) + tile.col * static_cast<int64_t>(SizeOf(kernel.acc));
+    }
+    store.out = part.data;
+    store.dtype = part.dtype;
+    store.row_stride = part.stride[0];
+    store.col_stride = part.stride[1];
+    kernel.store(store);
+  });
 }
 
 }  // namespace jumar

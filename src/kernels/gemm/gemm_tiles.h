@@ -10,6 +10,7 @@
 #include <functional>
 #include <vector>
 
+#include "jumar/tensor.h"
 #include "kernels/gemm/gemm_kernel.h"
 
 namespace jumar {
@@ -59,5 +60,16 @@ struct SumTile {
 // column of tiles), so that what an epilogue sums along columns does not depend on the thread count.
 void RunTiles(const GemmKernel& kernel, const std::vector<TileProduct>& products,
               const std::function<void(const SumTile&)>& epilogue, int64_t column_grid = 0);
+
+// out = round(a * b + bias), out of any strides; `bias`, one a column in the accumulation type, may be null.
+struct MatrixProduct {
+  TileOperand a;
+  TileOperand b;
+  TensorView out;
+  const void* bias = nullptr;
+};
+
+// RunTiles for products whose results are matrices. With `add`, not beside a bias, each is added to what is in `out`.
+void RunProducts(const GemmKernel& kernel, std::vector<MatrixProduct> products, bool add = false);
 
 }  // namespace jumar

@@ -49,72 +49,16 @@ void CheckCount(const char* op, const char* name, const Views& list, const RowGr
               " groups, but there are ", list.size(), " of ", name);
 }
 
-GemmOperand Left(const TensorView& x) { return {x.data, x.dtype, x.size[0], x.size[1], x.stride[0], x.stride[1]}; }
-GemmOperand Right(const TensorView& x) { return {x.data, x.dtype, x.size[1], x.size[0], x.stride[1], x.stride[0]}; }
-
-// A result that lies column by column in memory is computed as its transpose.
-bool Flip(const Item& item) { return item.bias == nullptr && item.out.stride[0] == 1 && item.out.stride[1] != 1; }
-
-// out = round(sums + out), for results that are not of the accumulation type.
-void AddOut(const TensorView& out, const SumTile& tile, DType acc) {
-  ScratchFrame frame;
-  const TensorView part = Narrow(Narrow(out, 0, tile.row, tile.rows), 1, tile.col, tile.cols);
-  const void* before = WidenAll(part, acc, -0.0, frame);
-  for (int64_t i = 0; i < tile.rows; ++i) {
-    if (acc == DType::kF64) {
-      double* sum = static_cast<double*>(tile.sums[0]) + i * tile.ld;
-      for (int64_t j = 0; j < tile.cols; ++j) sum[j] += static_cast<const double*>(before)[i * tile.cols + j];
-    } else {
-      float* sum = static_cast<float*>(tile.sums[0]) + i * tile.ld;
-      for (int64_t j = 0; j < tile.cols; ++j) sum[j] += static_cast<const float*>(before)[i * tile.cols + j];
-    }
-  }
-}
-
-void Run(std::vector<Item> items, bool add) {
+void Run(const std::vector<Item>& items, bool add) {
   if (items.empty()) return;
   ScratchFrame frame;
   const GemmKernel& kernel = ChooseGemmKernel(items[0].a.dtype, items[0].b.dtype);
-  std::vector<TileProduct> products(items.size());
-  std::vector<const void*> biases(items.size(), nullptr);
-  for (size_t i = 0; i < items.size(); ++i) {
-    Item& item = items[i];
-    if (Flip(item)) {
-      std::swap(item.a, item.b);
-      item.a = Transposed(item.a);
-      item.b = Transposed(item.b);
-      item.out = Transposed(item.out);
-    }
-    TileProduct& p = products[i];
-    p.m = item.out.size[0];
-    p.n = item.out.size[1];
-    p.terms[0] = {{Left(item.a)}, {Right(item.b)}};
-    if (item.bias != nullptr && p.m > 0) biases[i] = WidenAll(*item.bias, kernel.acc, -0.0, frame);
-    if (item.out.dtype == kernel.acc && item.out.stride[1] == 1 && item.bias == nullptr) {
-      p.sums = item.out.data;
-      p.ld_sums = item.out.stride[0];
-      p.add = add;
-    }
+  std::vector<MatrixProduct> products;
+  for (const Item& item : items) {
+    products.push_back({{LeftOperand(item.a)}, {RightOperand(item.b)}, item.out});
+    if (item.bias != nullptr) products.back().bias = WidenAll(*item.bias, kernel.acc, -0.0, frame);
   }
-  RunTiles(kernel, products, [&](const SumTile& tile) {
-    const auto i = static_cast<size_t>(tile.product);
-    const TensorView& out = items[i].out;
-    if (add) AddOut(out, tile, kernel.acc);
-    GemmStore store{};
-    store.acc = tile.sums[0];
-    store.ld_acc = tile.ld;
-    store.m = tile.rows;
-    store.n = tile.cols;
-    if (biases[i] != nullptr) {
-      store.bias = static_cast<const char*>(biases[i]) + tile.col * static_cast<int64_t>(SizeOf(kernel.acc));
-    }
-    store.out = static_cast<char*>(out.data) +
-                (tile.row * out.stride[0] + tile.col * out.stride[1]) * static_cast<int64_t>(SizeOf(out.dtype));
-    store.dtype = out.dtype;
-    store.row_stride = out.stride[0];
-    store.col_stride = out.stride[1];
-    kernel.store(store);
-  });
+  RunProducts(kernel, std::move(products), add);
 }
 
 // Rows [begin, end) of a matrix become zero: all bits, in every dtype.
@@ -154,7 +98,7 @@ void ByRows(const TensorView& x, const Views& weights, bool transposed, const Vi
                      biases.empty() ? nullptr : &biases[g], RowsOf(y, range)});
   }
   ZeroRows(y, groups.used, y.size[0]);
-  Run(std::move(items), false);
+  Run(items, false);
 }
 
 }  // namespace
@@ -229,7 +173,7 @@ void GroupedMatmulWgrad(const char* op, const TensorView& x, const TensorView& d
     CheckFloating(op, {&x, &dw[g]});
     items.push_back({Transposed(RowsOf(x, groups.ranges[g])), RowsOf(dy, groups.ranges[g]), nullptr, dw[g]});
   }
-  Run(std::move(items), add);
+  Run(items, add);
 }
 
 // A row of ones times dy.
@@ -258,7 +202,7 @@ void GroupedMatmulBiasGrad(const char* op, const TensorView& dy, const RowGroups
     row.stride[0] = 0;
     items.push_back({ones, RowsOf(dy, groups.ranges[g]), nullptr, row});
   }
-  Run(std::move(items), false);
+  Run(items, false);
 }
 
 void SeparateProducts(const char* op, const Views& x, const Views& weights, const Views& biases, const Views& y) {
@@ -286,7 +230,7 @@ void SeparateProducts(const char* op, const Views& x, const Views& weights, cons
     }
     items.push_back({x[i], weights[i], biases.empty() ? nullptr : &biases[i], y[i]});
   }
-  Run(std::move(items), false);
+  Run(items, false);
 }
 
 }  // namespace jumar

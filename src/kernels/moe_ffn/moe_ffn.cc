@@ -113,18 +113,15 @@ Routing Route(const char* op, const TensorView& ids, const TensorView& probs, co
   return r;
 }
 
-GemmOperand Left(const TensorView& x) { return {x.data, x.dtype, x.size[0], x.size[1], x.stride[0], x.stride[1]}; }
-GemmOperand Right(const TensorView& x) { return {x.data, x.dtype, x.size[1], x.size[0], x.stride[1], x.stride[0]}; }
-
 // The rows of expert e, picked from a matrix of tokens; as a left operand, tokens along rows or along k.
 TileOperand TokenRows(const TensorView& x, const Routing& r, int64_t e) {
-  TileOperand picked{Left(x)};
+  TileOperand picked{LeftOperand(x)};
   picked.matrix.rows = r.begin[static_cast<size_t>(e) + 1] - r.begin[static_cast<size_t>(e)];
   picked.row_at = r.token_of_row.data() + r.begin[static_cast<size_t>(e)];
   return picked;
 }
 TileOperand TokensAlongK(const TensorView& x, const Routing& r, int64_t e) {
-  TileOperand picked{Right(x)};  // rows: features; the same for either side of a product
+  TileOperand picked{RightOperand(x)};  // rows: features; the same for either side of a product
   picked.matrix.k = r.begin[static_cast<size_t>(e) + 1] - r.begin[static_cast<size_t>(e)];
   picked.k_at = r.token_of_row.data() + r.begin[static_cast<size_t>(e)];
   return picked;
@@ -164,7 +161,8 @@ void MultiplyAndCombine(const GemmKernel& kernel, const Routing& r, const std::v
       for (size_t t = 0; t < terms.size(); ++t) {
         const TensorView rows = RowsOf(terms[t].x, r, e);
         p.m = rows.size[0];
-        p.terms[t] = {{Left(rows)}, {Right(Narrow(terms[t].matrices[static_cast<size_t>(e)], 1, col, cols))}};
+        p.terms[t] = {{LeftOperand(rows)},
+                      {RightOperand(Narrow(terms[t].matrices[static_cast<size_t>(e)], 1, col, cols))}};
       }
       p.sums = At(slab, r.begin[static_cast<size_t>(e)], 0);
       p.ld_sums = width;
@@ -190,45 +188,6 @@ void MultiplyAndCombine(const GemmKernel& kernel, const Routing& r, const std::v
                   }
                 });
   }
-}
-
-// One gradient of weights: result [rows of a, rows of b] summed along their k.
-struct Wgrad {
-  TileOperand a;
-  TileOperand b;
-  TensorView out;
-};
-
-void RunWgrads(const GemmKernel& kernel, std::vector<Wgrad> items) {
-  std::vector<TileProduct> products;
-  for (Wgrad& item : items) {
-    if (item.out.stride[0] == 1 && item.out.stride[1] != 1) {  // column by column: its transpose
-      std::swap(item.a, item.b);
-      item.out = Transposed(item.out);
-    }
-    TileProduct p;
-    p.m = item.out.size[0];
-    p.n = item.out.size[1];
-    p.terms[0] = {item.a, item.b};
-    if (item.out.dtype == kernel.acc && item.out.stride[1] == 1) {
-      p.sums = item.out.data;
-      p.ld_sums = item.out.stride[0];
-    }
-    products.push_back(p);
-  }
-  RunTiles(kernel, products, [&](const SumTile& tile) {
-    const TensorView& out = items[static_cast<size_t>(tile.product)].out;
-    GemmStore store{};
-    store.acc = tile.sums[0];
-    store.ld_acc = tile.ld;
-    store.m = tile.rows;
-    store.n = tile.cols;
-    store.out = At(out, tile.row, tile.col);
-    store.dtype = out.dtype;
-    store.row_stride = out.stride[0];
-    store.col_stride = out.stride[1];
-    kernel.store(store);
-  });
 }
 
 TensorView Half(const TensorView& matrix, const Shape& s, int which) {
@@ -263,8 +222,8 @@ void MoeFfn(const char* op, const TensorView& hidden, const TensorView& ids, con
     p.n = s.inner;
     p.separate = true;
     p.term_count = 2;
-    p.terms[0] = {TokenRows(hidden, r, e), {Right(Joined(w) ? Half(w.gate[i], s, 0) : w.gate[i])}};
-    p.terms[1].b = {Right(Joined(w) ? Half(w.gate[i], s, 1) : w.up[i])};
+    p.terms[0] = {TokenRows(hidden, r, e), {RightOperand(Joined(w) ? Half(w.gate[i], s, 0) : w.gate[i])}};
+    p.terms[1].b = {RightOperand(Joined(w) ? Half(w.gate[i], s, 1) : w.up[i])};
     if (p.m == 0) continue;
     products.push_back(p);
     first_row.push_back(r.begin[i]);
@@ -320,7 +279,7 @@ void MoeFfnBackward(const char* op, const TensorView& dy, const TensorView& hidd
   HeapBuffer ph_memory(r.used * s.inner * Bytes(s.dtype));
   const TensorView dgu = Contiguous(dgu_memory.data(), s.dtype, {r.used, 2 * s.inner});
   const TensorView ph = Contiguous(ph_memory.data(), s.dtype, {r.used, s.inner});
-  const int64_t cells = (s.inner + kGrid - 1) / kGrid;
+  const int64_t cells = CeilDiv(s.inner, kGrid);
   const HeapBuffer dots(cells * r.used * Bytes(s.compute));
   {
     std::vector<TileProduct> products;
@@ -330,7 +289,7 @@ void MoeFfnBackward(const char* op, const TensorView& dy, const TensorView& hidd
       TileProduct p;
       p.m = r.begin[i + 1] - r.begin[i];
       p.n = s.inner;
-      p.terms[0] = {TokenRows(dy, r, e), {Right(Transposed(w.down[i]))}};
+      p.terms[0] = {TokenRows(dy, r, e), {RightOperand(Transposed(w.down[i]))}};
       if (p.m == 0) continue;
       products.push_back(p);
       first_row.push_back(r.begin[i]);
@@ -376,22 +335,22 @@ void MoeFfnBackward(const char* op, const TensorView& dy, const TensorView& hidd
     ConvertAll(Contiguous(sums.data(), s.compute, {s.tokens, s.top_k}), *dprobs);
   }
   if (!grads.down.empty()) {
-    std::vector<Wgrad> items;
+    std::vector<MatrixProduct> items;
     for (int64_t e = 0; e < s.experts; ++e) {
-      items.push_back({{Right(RowsOf(ph, r, e))}, TokensAlongK(dy, r, e), grads.down[static_cast<size_t>(e)]});
+      items.push_back({{RightOperand(RowsOf(ph, r, e))}, TokensAlongK(dy, r, e), grads.down[static_cast<size_t>(e)]});
     }
-    RunWgrads(kernel, std::move(items));
+    RunProducts(kernel, std::move(items));
   }
   ph_memory = HeapBuffer();
   if (!grads.gate.empty()) {
-    std::vector<Wgrad> items;
+    std::vector<MatrixProduct> items;
     for (int64_t e = 0; e < s.experts; ++e) {
       const auto i = static_cast<size_t>(e);
       const TensorView rows = RowsOf(dgu, r, e);
-      items.push_back({TokensAlongK(hidden, r, e), {Right(Joined(w) ? rows : Half(rows, s, 0))}, grads.gate[i]});
-      if (!Joined(w)) items.push_back({TokensAlongK(hidden, r, e), {Right(Half(rows, s, 1))}, grads.up[i]});
+      items.push_back({TokensAlongK(hidden, r, e), {RightOperand(Joined(w) ? rows : Half(rows, s, 0))}, grads.gate[i]});
+      if (!Joined(w)) items.push_back({TokensAlongK(hidden, r, e), {RightOperand(Half(rows, s, 1))}, grads.up[i]});
     }
-    RunWgrads(kernel, std::move(items));
+    RunProducts(kernel, std::move(items));
   }
   if (dhidden != nullptr) {
     const auto turned = [](const std::vector<TensorView>& matrices) {
