@@ -54,15 +54,6 @@ void AddInPlace(const TensorView& sums, const void* more) {
   }
 }
 
-SlotTable Table(const std::vector<int32_t>& rows, int64_t limit, int64_t top_k, const void* weights) {
-  SlotTable table;
-  table.rows = rows.data();
-  table.limit = limit;
-  table.per_token = top_k;
-  table.weights = weights;
-  return table;
-}
-
 }  // namespace
 
 int64_t CheckFinalizeRouting(const char* op, const FinalizeOperands& o, const TensorView* skip1,
@@ -109,11 +100,11 @@ void FinalizeRouting(const char* op, const FinalizeOperands& o, const TensorView
   for (int64_t t = 0; t < tokens; ++t) self[static_cast<size_t>(t)] = static_cast<int32_t>(t);
   std::vector<CombinePart> parts;
   for (const TensorView* skip : {skip1, skip2}) {
-    if (skip != nullptr) parts.push_back({InputRows(*skip, 1, frame), Table(self, tokens, 1, nullptr)});
+    if (skip != nullptr) parts.push_back({InputRows(*skip, 1, frame), {self.data(), tokens}});
   }
-  parts.push_back({InputRows(o.rows, 1, frame), Table(rows, RowCount(o.rows), TopK(o), weights)});
+  parts.push_back({InputRows(o.rows, 1, frame), {rows.data(), RowCount(o.rows), TopK(o), weights}});
   if (o.bias != nullptr) {
-    parts.push_back({InputRows(*o.bias, 1, frame), Table(experts, o.bias->size[0], TopK(o), weights)});
+    parts.push_back({InputRows(*o.bias, 1, frame), {experts.data(), o.bias->size[0], TopK(o), weights}});
   }
   const OutputRows out(out_view, 1, frame);
   CombineParts(parts, out.rows());
@@ -133,7 +124,7 @@ void FinalizeRoutingGrad(const char* op, const TensorView& grad, const FinalizeO
   const void* weights = o.scales == nullptr ? nullptr : InComputeType(*o.scales, o.rows.dtype, frame);
   const RowMap g = InputRows(grad, 1, frame);
   const OutputRows out(drows, 1, frame);
-  const SlotTable table = Table(rows, RowCount(o.rows), top_k, weights);
+  const SlotTable table{rows.data(), RowCount(o.rows), top_k, weights};
   if (o.scales == nullptr) {
     SpreadRows(g, table, tokens, &out.rows(), nullptr, nullptr);
   } else {
@@ -145,7 +136,7 @@ void FinalizeRoutingGrad(const char* op, const TensorView& grad, const FinalizeO
     if (o.bias != nullptr) {
       void* more = frame.AllocBytes(bytes);
       const RowMap bias = InputRows(*o.bias, 1, frame);
-      SpreadRows(g, Table(experts, o.bias->size[0], top_k, nullptr), tokens, nullptr, &bias, more);
+      SpreadRows(g, {experts.data(), o.bias->size[0], top_k}, tokens, nullptr, &bias, more);
       AddInPlace(dots, more);
     }
     ConvertAll(dots, *dscales);
@@ -153,7 +144,7 @@ void FinalizeRoutingGrad(const char* op, const TensorView& grad, const FinalizeO
   out.Finish();
   if (dbias == nullptr) return;
   const OutputRows bias_out(*dbias, 1, frame);
-  SumByRow(g, Table(experts, o.bias->size[0], top_k, weights), tokens, bias_out.rows());
+  SumByRow(g, {experts.data(), o.bias->size[0], top_k, weights}, tokens, bias_out.rows());
   bias_out.Finish();
 }
 

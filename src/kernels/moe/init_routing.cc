@@ -29,11 +29,7 @@ TensorView Flat(const TensorView& view) {
 }
 
 void CopyTokens(const TensorView& x, const SlotTable& table, const TensorView& expanded) {
-  ScratchFrame frame;
-  const RowMap in = InputRows(x, 1, frame);
-  const OutputRows out(expanded.rank == 3 ? Flat(expanded) : expanded, 1, frame);
-  SpreadRows(in, table, x.size[0], &out.rows(), nullptr, nullptr);
-  out.Finish();
+  SpreadRows(x, table, expanded.rank == 3 ? Flat(expanded) : expanded);
 }
 
 // What the slots of one call come to.
@@ -122,10 +118,7 @@ void InitRouting(const char* op, const TensorView& x, const TensorView& row_idx,
     expanded_expert_idx.ptr<int32_t>()[r] = static_cast<int32_t>(ids[static_cast<size_t>(slot)]);
     rows[static_cast<size_t>(to % n * top_k + to / n)] = static_cast<int32_t>(r);
   }
-  SlotTable table;
-  table.rows = rows.data();
-  table.limit = expanded_x.size[0];
-  table.per_token = top_k;
+  const SlotTable table{rows.data(), expanded_x.size[0], top_k};
   CopyTokens(x, table, expanded_x);
 }
 
@@ -207,15 +200,8 @@ void InitRoutingGrad(const char* op, const TensorView& grad, const TensorView& e
       rows[static_cast<size_t>(by_column ? i % n * top_k + i / n : i)] = static_cast<int32_t>(value);
     }
   }
-  ScratchFrame frame;
-  SlotTable table;
-  table.rows = rows.data();
-  table.limit = limit;
-  table.per_token = top_k;
-  const RowMap in = InputRows(grad, 1, frame);
-  const OutputRows out(dx, 1, frame);
-  CombineRows(in, table, out.rows());
-  out.Finish();
+  const SlotTable table{rows.data(), limit, top_k};
+  CombineRows(grad, table, dx);
 }
 
 }  // namespace jumar

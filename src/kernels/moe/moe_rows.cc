@@ -90,6 +90,13 @@ void SpreadSums(const RowMap& in, const SlotTable& slots, int64_t tokens, const 
 
 void CombineRows(const RowMap& in, const SlotTable& slots, const RowMap& out) { CombineParts({{in, slots}}, out); }
 
+void CombineRows(const TensorView& in, const SlotTable& slots, const TensorView& out) {
+  ScratchFrame frame;
+  const OutputRows rows(out, 1, frame);
+  CombineRows(InputRows(in, 1, frame), slots, rows.rows());
+  rows.Finish();
+}
+
 void CombineParts(const std::vector<CombinePart>& parts, const RowMap& out) {
   if (out.rows == 0 || out.cols == 0) return;
   int64_t slots = 0;
@@ -116,6 +123,14 @@ void SpreadRows(const RowMap& in, const SlotTable& slots, int64_t tokens, const 
   const bool stream = out != nullptr && Streams(*out);
   ParallelFor(tokens, Grain(RowBytes(in), tokens, n),
               [&](int64_t begin, int64_t end) { SpreadRange(in, slots, out, other, dots, stream, begin, end); });
+}
+
+void SpreadRows(const TensorView& in, const SlotTable& slots, const TensorView& out) {
+  ScratchFrame frame;
+  const RowMap from = InputRows(in, 1, frame);
+  const OutputRows rows(out, 1, frame);
+  SpreadRows(from, slots, from.rows, &rows.rows(), nullptr, nullptr);
+  rows.Finish();
 }
 
 void SumByRow(const RowMap& in, const SlotTable& slots, int64_t tokens, const RowMap& out) {

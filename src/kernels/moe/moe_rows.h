@@ -14,8 +14,8 @@ struct SlotTable {
   const int32_t* rows = nullptr;
   int64_t limit = 0;
   int64_t per_token = 1;
-  const int64_t* begin = nullptr;
   const void* weights = nullptr;  // one a slot in the compute type of the rows' dtype, or null: all ones
+  const int64_t* begin = nullptr;
 
   int64_t First(int64_t token) const { return begin == nullptr ? token * per_token : begin[token]; }
   int64_t End(int64_t token) const { return First(token + 1); }
@@ -26,6 +26,9 @@ struct SlotTable {
 // compute type and rounded once; a lone slot without a weight is copied bit for bit. in, out: one dtype and width.
 // Multithreaded.
 void CombineRows(const RowMap& in, const SlotTable& slots, const RowMap& out);
+
+// The same for views of any strides, rows along all dimensions but the last.
+void CombineRows(const TensorView& in, const SlotTable& slots, const TensorView& out);
 
 // The same over several inputs, whose terms follow each other.
 struct CombinePart {
@@ -41,6 +44,9 @@ void CombineParts(const std::vector<CombinePart>& parts, const RowMap& out);
 // ascending, rounded once. Multithreaded; each dot product is summed in vector lanes, in the compute type.
 void SpreadRows(const RowMap& in, const SlotTable& slots, int64_t tokens, const RowMap* out, const RowMap* other,
                 void* dots);
+
+// out alone, for views of any strides; the tokens are the rows of `in`.
+void SpreadRows(const TensorView& in, const SlotTable& slots, const TensorView& out);
 
 // out[rows[i]] = sum over the slots i that have that row, ascending, of weights[i] * in[t]; 0 for rows that no slot
 // has. Rounded once. Multithreaded over the rows of out.

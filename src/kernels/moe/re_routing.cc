@@ -58,14 +58,8 @@ void ReRouting(const char* op, const TensorView& tokens, const TensorView& count
     }
   }
   std::copy(cells.token.begin(), cells.token.end(), idx.ptr<int32_t>());
-  ScratchFrame frame;
-  SlotTable table;
-  table.rows = row_of.data();
-  table.limit = all;
-  const RowMap in = InputRows(tokens, 1, frame);
-  const OutputRows out(permuted, 1, frame);
-  SpreadRows(in, table, all, &out.rows(), nullptr, nullptr);
-  out.Finish();
+  const SlotTable table{row_of.data(), all};
+  SpreadRows(tokens, table, permuted);
   if (scales == nullptr) return;
   TensorView from = *scales;
   from.rank = 2;
@@ -80,14 +74,8 @@ void ReRoutingGrad(const char* op, const TensorView& grad, const TensorView& idx
   JUMAR_CHECK(op, idx.size[0] == grad.size[0], idx.size[0], " permute_token_idx do not go with ", grad.size[0],
               " rows");
   const std::vector<int32_t> rows = ReadRowsBelow(op, "permute_token_idx", idx, grad.size[0]);
-  ScratchFrame frame;
-  SlotTable table;
-  table.rows = rows.data();
-  table.limit = dtokens.size[0];
-  const RowMap in = InputRows(grad, 1, frame);
-  const OutputRows out(dtokens, 1, frame);
-  SpreadRows(in, table, grad.size[0], &out.rows(), nullptr, nullptr);
-  out.Finish();
+  const SlotTable table{rows.data(), dtokens.size[0]};
+  SpreadRows(grad, table, dtokens);
 }
 
 }  // namespace jumar

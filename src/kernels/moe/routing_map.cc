@@ -123,7 +123,6 @@ void PermuteWithRoutingMap(const char* op, const TensorView& tokens, const Tenso
                            const TensorView* probs, bool drop_and_pad, const TensorView& permuted,
                            const TensorView* permuted_probs, const TensorView& sorted_indices) {
   const int64_t rows = permuted.size[0];
-  ScratchFrame frame;
   SlotTable table;
   table.limit = rows;
   Cells cells;
@@ -142,10 +141,7 @@ void PermuteWithRoutingMap(const char* op, const TensorView& tokens, const Tenso
     CopyIndices(slot_rows, sorted_indices);
     table.rows = slot_rows.data();
   }
-  const RowMap in = InputRows(tokens, 1, frame);
-  const OutputRows out(permuted, 1, frame);
-  SpreadRows(in, table, tokens.size[0], &out.rows(), nullptr, nullptr);
-  out.Finish();
+  SpreadRows(tokens, table, permuted);
   if (probs != nullptr) GatherCells(*probs, cells, drop_and_pad ? nullptr : slot_rows.data(), *permuted_probs);
 }
 
@@ -184,11 +180,7 @@ void PermuteWithRoutingMapGrad(const char* op, const TensorView& grad, const Ten
     if (probs_grad != nullptr) cells = CellsOfSlots(op, routing_map, table.per_token);
     table.rows = indices.data();
   }
-  ScratchFrame frame;
-  const RowMap in = InputRows(grad, 1, frame);
-  const OutputRows out(dtokens, 1, frame);
-  CombineRows(in, table, out.rows());
-  out.Finish();
+  CombineRows(grad, table, dtokens);
   if (probs_grad != nullptr) ScatterCells(*probs_grad, drop_and_pad ? nullptr : indices.data(), cells, *dprobs);
 }
 
@@ -243,10 +235,7 @@ void UnpermuteWithRoutingMap(const char* op, const TensorView& permuted, const T
       table.weights = WeightsOf(*probs, cells, permuted.dtype, frame);
     }
   }
-  const RowMap in = InputRows(permuted, 1, frame);
-  const OutputRows out(unpermuted, 1, frame);
-  CombineRows(in, table, out.rows());
-  out.Finish();
+  CombineRows(permuted, table, unpermuted);
 }
 
 void UnpermuteWithRoutingMapGrad(const char* op, const TensorView& grad, const TensorView& out_index,

@@ -66,15 +66,8 @@ void TokenPermute(const char* op, const TensorView& tokens, const TensorView& in
   const std::vector<int64_t> ids = ReadIndices(op, "indices", indices, 0, std::numeric_limits<int64_t>::max());
   auto* rows = sorted_indices.ptr<int32_t>();
   SortSlots(ids.data(), slots, nullptr, rows);
-  ScratchFrame frame;
-  const RowMap in = InputRows(tokens, 1, frame);
-  const OutputRows out(permuted, 1, frame);
-  SlotTable table;
-  table.rows = rows;
-  table.limit = permuted.size[0];
-  table.per_token = indices.rank == 1 ? 1 : indices.size[1];
-  SpreadRows(in, table, tokens.size[0], &out.rows(), nullptr, nullptr);
-  out.Finish();
+  const SlotTable table{rows, permuted.size[0], indices.rank == 1 ? 1 : indices.size[1]};
+  SpreadRows(tokens, table, permuted);
 }
 
 void TokenPermuteGrad(const char* op, const TensorView& grad, const TensorView& sorted_indices, int64_t top_k,
@@ -89,15 +82,8 @@ void TokenPermuteGrad(const char* op, const TensorView& grad, const TensorView& 
   JUMAR_CHECK(op, sorted_indices.numel() == dtokens.size[0] * top_k, sorted_indices.numel(),
               " sorted_indices do not go with ", dtokens.size[0], " tokens of ", top_k, " experts");
   const std::vector<int32_t> rows = ReadRows(op, "sorted_indices", sorted_indices, grad.size[0]);
-  ScratchFrame frame;
-  const RowMap in = InputRows(grad, 1, frame);
-  const OutputRows out(dtokens, 1, frame);
-  SlotTable table;
-  table.rows = rows.data();
-  table.limit = grad.size[0];
-  table.per_token = top_k;
-  CombineRows(in, table, out.rows());
-  out.Finish();
+  const SlotTable table{rows.data(), grad.size[0], top_k};
+  CombineRows(grad, table, dtokens);
 }
 
 int64_t CheckTokenUnpermute(const char* op, const TensorView& permuted, const TensorView& sorted_indices,
@@ -112,15 +98,9 @@ void TokenUnpermute(const char* op, const TensorView& permuted, const TensorView
   const int64_t top_k = CheckUnpermuteIndices(op, sorted_indices, probs, false).top_k;
   const std::vector<int32_t> rows = ReadRows(op, "sorted_indices", sorted_indices, permuted.size[0]);
   ScratchFrame frame;
-  const RowMap in = InputRows(permuted, 1, frame);
-  const OutputRows out(unpermuted, 1, frame);
-  SlotTable table;
-  table.rows = rows.data();
-  table.limit = permuted.size[0];
-  table.per_token = top_k;
+  SlotTable table{rows.data(), permuted.size[0], top_k};
   if (probs != nullptr) table.weights = InComputeType(*probs, permuted.dtype, frame);
-  CombineRows(in, table, out.rows());
-  out.Finish();
+  CombineRows(permuted, table, unpermuted);
 }
 
 void TokenUnpermuteGrad(const char* op, const TensorView& grad, const TensorView& sorted_indices,
@@ -145,10 +125,7 @@ void TokenUnpermuteGrad(const char* op, const TensorView& grad, const TensorView
   ScratchFrame frame;
   const RowMap in = InputRows(grad, 1, frame);
   const OutputRows out(dpermuted, 1, frame);
-  SlotTable table;
-  table.rows = rows.data();
-  table.limit = dpermuted.size[0];
-  table.per_token = top_k;
+  SlotTable table{rows.data(), dpermuted.size[0], top_k};
   if (probs != nullptr) table.weights = InComputeType(*probs, grad.dtype, frame);
   RowMap other;
   TensorView dots;
