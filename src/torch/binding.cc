@@ -1,5 +1,7 @@
 #include "torch/binding.h"
 
+#include <utility>
+
 #include "base/check.h"
 
 namespace jumar::binding {
@@ -46,6 +48,12 @@ TensorView ViewAs(const char* op, const Tensor& tensor, DType dtype) {
   return view;
 }
 
+std::vector<TensorView> ViewAll(const char* op, const Tensors& tensors) {
+  std::vector<TensorView> views;
+  for (const Tensor& tensor : tensors) views.push_back(View(op, tensor));
+  return views;
+}
+
 ScalarType ToScalarType(DType dtype) {
   switch (dtype) {
     case DType::kF32:
@@ -71,6 +79,15 @@ Tensor Empty(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype)
 
 Tensor Empty(const Tensor& like, const TensorView& shape, DType dtype) {
   return Empty(like, std::vector<int64_t>(shape.size, shape.size + shape.rank), dtype);
+}
+
+Tensor EmptyIf(bool needed, const Tensor& like, const TensorView& shape, DType dtype) {
+  return needed ? Empty(like, shape, dtype) : Empty(like, std::vector<int64_t>{0}, dtype);
+}
+
+Tensor EmptyTransposed(const Tensor& like, std::vector<int64_t> sizes, DType dtype) {
+  std::swap(sizes[sizes.size() - 1], sizes[sizes.size() - 2]);
+  return torch::stable::transpose(Empty(like, sizes, dtype), -2, -1);
 }
 
 }  // namespace jumar::binding

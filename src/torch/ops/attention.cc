@@ -2,48 +2,36 @@
 #include <string>
 
 #include "base/check.h"
+#include "base/widen.h"
 #include "kernels/attention/fusion_attention.h"
 #include "torch/ops/families.h"
 
 namespace jumar::binding {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using OptionalInts = std::optional<std::vector<int64_t>>;
 
 std::vector<int64_t> Ints(const OptionalInts& x) { return x.has_value() ? *x : std::vector<int64_t>{}; }
 
 // Rank 0 for what is absent or has no dimension.
-TensorView OptionalView(const char* op, const OptionalTensor& x) { return x.has_value() ? View(op, *x) : TensorView{}; }
+TensorView ViewOrNone(const char* op, const OptionalTensor& x) { return x.has_value() ? View(op, *x) : TensorView{}; }
 
 TensorView ByteView(const char* op, const char* name, const OptionalTensor& x) {
-  TensorView view;
-  if (!x.has_value()) return view;
+  if (!x.has_value()) return {};
   const ScalarType type = x->scalar_type();
   JUMAR_CHECK(op, type == ScalarType::Bool || type == ScalarType::Byte, name, " must be bool or uint8, got ScalarType ",
               static_cast<int>(type));
-  const auto sizes = x->sizes();
-  JUMAR_CHECK(op, sizes.size() <= 4, name, " must have at most 4 dimensions, got ", sizes.size());
-  view.dtype = DType::kBool;
-  view.rank = static_cast<int>(sizes.size());
-  for (size_t i = 0; i < sizes.size(); ++i) {
-    view.size[i] = sizes[i];
-    view.stride[i] = x->strides()[i];
-  }
-  view.data = x->data_ptr();
-  return view;
+  JUMAR_CHECK(op, x->dim() <= 4, name, " must have at most 4 dimensions, got ", x->dim());
+  return ViewAs(op, *x, DType::kBool);
 }
 
-FusionAttentionTensors Tensors(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                               const OptionalTensor& pse, const OptionalTensor& padding_mask,
-                               const OptionalTensor& atten_mask, const OptionalTensor& sink) {
+FusionAttentionTensors Operands(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                                const OptionalTensor& pse, const OptionalTensor& padding_mask,
+                                const OptionalTensor& atten_mask, const OptionalTensor& sink) {
   JUMAR_CHECK(op, !padding_mask.has_value(), "padding_mask is not supported, here as in the vendor's operator");
-  return {View(op, query),
-          View(op, key),
-          View(op, value),
-          OptionalView(op, pse),
-          ByteView(op, "atten_mask", atten_mask),
-          OptionalView(op, sink)};
+  return {
+      View(op, query),     View(op, key), View(op, value), ViewOrNone(op, pse), ByteView(op, "atten_mask", atten_mask),
+      ViewOrNone(op, sink)};
 }
 
 // Numbers of torch's default generator, so that torch.manual_seed governs dropout.
@@ -84,7 +72,7 @@ Forward RunForward(const char* op, const Tensor& like, const FusionAttentionTens
   const FusionAttention attention(op, tensors, o);
   const int64_t elements = attention.Elements();
   CheckDropoutMask(op, dropout_mask, elements);
-  const DType compute = tensors.query.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  const DType compute = ComputeType(tensors.query.dtype);
   Tensor out = Empty(like, attention.OutSizes(), tensors.query.dtype);
   Tensor max = Empty(like, attention.StatisticsSizes(), compute);
   Tensor sum = Empty(like, attention.StatisticsSizes(), compute);
@@ -104,7 +92,7 @@ Gradients RunBackward(const char* op, const Tensor& like, const FusionAttentionT
               "softmax_max, softmax_sum and attention_in of the forward are needed");
   const FusionAttention attention(op, tensors, o);
   const DType dtype = tensors.query.dtype;
-  const DType compute = dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  const DType compute = ComputeType(dtype);
   Gradients g{Empty(like, tensors.query, dtype), Empty(like, tensors.key, dtype), Empty(like, tensors.value, dtype),
               Empty(like, std::vector<int64_t>{0}, dtype), Empty(like, std::vector<int64_t>{0}, compute)};
   TensorView dpse;
@@ -146,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, int64_t, int64_t, int64_t> npu_fusion
                            sparse_mode,
                            softmax_layout,
                            {keep_prob}};
-  const Forward f = RunForward(kOp, query, Tensors(kOp, query, key, value, pse, padding_mask, atten_mask, sink), o,
+  const Forward f = RunForward(kOp, query, Operands(kOp, query, key, value, pse, padding_mask, atten_mask, sink), o,
                                seed, offset, dropout_mask);
   return {f.out, f.max, f.sum, f.softmax_out, f.seed, f.offset, f.elements};
 }
@@ -173,7 +161,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> npu_fusion_attention_grad(
                                  sparse_mode,
                                  softmax_layout,
                                  {keep_prob, static_cast<uint64_t>(seed), static_cast<uint64_t>(offset)}};
-  const Gradients g = RunBackward(kOp, query, Tensors(kOp, query, key, value, pse, padding_mask, atten_mask, sink), o,
+  const Gradients g = RunBackward(kOp, query, Operands(kOp, query, key, value, pse, padding_mask, atten_mask, sink), o,
                                   dy, attention_in, softmax_max, softmax_sum);
   return {g.dq, g.dk, g.dv, g.dpse, g.dsink};
 }
@@ -200,7 +188,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fusion_attention_backward(
                            softmax_layout,
                            {keep_prob, static_cast<uint64_t>(seed), static_cast<uint64_t>(offset)}};
   SetDropoutMask(kOp, dropout_mask, o);
-  const FusionAttentionTensors t = Tensors(kOp, query, key, value, pse, std::nullopt, atten_mask, sink);
+  const FusionAttentionTensors t = Operands(kOp, query, key, value, pse, std::nullopt, atten_mask, sink);
   const Gradients g = RunBackward(kOp, query, t, o, dy, out, max, sum, need_pse);
   return {g.dq, g.dk, g.dv, g.dpse, g.dsink};
 }

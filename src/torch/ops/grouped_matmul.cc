@@ -8,14 +8,7 @@
 namespace jumar::binding {
 namespace {
 
-using Tensors = std::vector<Tensor>;
 using Views = std::vector<TensorView>;
-
-Views ViewAll(const char* op, const Tensors& tensors) {
-  Views views;
-  for (const Tensor& tensor : tensors) views.push_back(View(op, tensor));
-  return views;
-}
 
 // No silent mixing of dtypes.
 void CheckSameDType(const char* op, const char* a_name, const TensorView& a, const char* b_name, const TensorView& b) {
@@ -115,11 +108,9 @@ WgradInputs WgradViews(const char* op, const Tensor& x, const Tensor& grad, cons
   return in;
 }
 
-// Memory as [.., N, K] where `transposed`, so that the gradient of a transposed view has the layout of what it views.
-Tensor Allocate(const Tensor& like, std::vector<int64_t> sizes, DType dtype, bool transposed) {
-  if (!transposed) return Empty(like, sizes, dtype);
-  std::swap(sizes[sizes.size() - 1], sizes[sizes.size() - 2]);
-  return torch::stable::transpose(Empty(like, sizes, dtype), -2, -1);
+// The gradient of a transposed view has the layout of what it views.
+Tensor Allocate(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype, bool transposed) {
+  return transposed ? EmptyTransposed(like, sizes, dtype) : Empty(like, sizes, dtype);
 }
 
 Tensor grouped_matmul_wgrad(const Tensor& x, const Tensor& grad_output, const Tensor& group_list,

@@ -11,11 +11,6 @@ namespace {
 
 std::vector<int64_t> Sizes(const TensorView& view) { return {view.size, view.size + view.rank}; }
 
-// Present where `needed`; a tensor without elements stands for one that is not.
-Tensor EmptyIf(bool needed, const Tensor& like, const TensorView& shape) {
-  return needed ? Empty(like, shape, shape.dtype) : Empty(like, std::vector<int64_t>{0}, shape.dtype);
-}
-
 LinearCrossEntropyOptions Options(const char* op, int64_t ignore_index, const std::string& reduction,
                                   double label_smoothing, double z_loss) {
   LinearCrossEntropyOptions options;
@@ -27,7 +22,7 @@ LinearCrossEntropyOptions Options(const char* op, int64_t ignore_index, const st
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy(const Tensor& input, const Tensor& weight, const Tensor& target,
-                                                        const std::optional<Tensor>& bias, int64_t ignore_index,
+                                                        const OptionalTensor& bias, int64_t ignore_index,
                                                         std::string reduction, double label_smoothing, double z_loss) {
   constexpr const char* kOp = "linear_cross_entropy";
   JUMAR_COUNT_CALL("linear_cross_entropy");
@@ -35,8 +30,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy(const Tensor& input, con
   const TensorView x = View(kOp, input);
   const TensorView w = View(kOp, weight);
   const TensorView t = View(kOp, target);
-  TensorView b;
-  if (bias.has_value()) b = View(kOp, *bias);
+  const OptionalView b(kOp, bias);
   const DType compute = ComputeType(x.dtype);
   const int64_t tokens = t.numel();
   const int64_t classes = w.rank > 0 ? w.size[0] : 0;
@@ -46,35 +40,34 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy(const Tensor& input, con
   Tensor logits =
       Empty(input, keep ? std::vector<int64_t>{tokens, classes} : std::vector<int64_t>{0, classes}, compute);
   const TensorView kept = View(kOp, logits);
-  LinearCrossEntropy(kOp, x, w, bias.has_value() ? &b : nullptr, t, options, View(kOp, loss), View(kOp, lse),
-                     keep ? &kept : nullptr);
+  LinearCrossEntropy(kOp, x, w, b.get(), t, options, View(kOp, loss), View(kOp, lse), keep ? &kept : nullptr);
   return {loss, lse, logits};
 }
 
 std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_backward(
-    const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target,
-    const std::optional<Tensor>& bias, const Tensor& lse, const Tensor& logits, int64_t ignore_index,
-    std::string reduction, double label_smoothing, double z_loss, bool need_input, bool need_weight, bool need_bias) {
+    const Tensor& grad, const Tensor& input, const Tensor& weight, const Tensor& target, const OptionalTensor& bias,
+    const Tensor& lse, const Tensor& logits, int64_t ignore_index, std::string reduction, double label_smoothing,
+    double z_loss, bool need_input, bool need_weight, bool need_bias) {
   constexpr const char* kOp = "linear_cross_entropy_backward";
   JUMAR_COUNT_CALL("linear_cross_entropy_backward");
   const LinearCrossEntropyOptions options = Options(kOp, ignore_index, reduction, label_smoothing, z_loss);
   const TensorView x = View(kOp, input);
   const TensorView w = View(kOp, weight);
   const TensorView t = View(kOp, target);
-  TensorView b = w;
-  b.rank = 1;
-  if (bias.has_value()) b = View(kOp, *bias);
-  Tensor dinput = EmptyIf(need_input, input, x);
-  Tensor dweight = EmptyIf(need_weight, input, w);
-  Tensor dbias = EmptyIf(need_bias && bias.has_value(), input, b);
+  const OptionalView b(kOp, bias);
+  need_bias = need_bias && bias.has_value();
+  Tensor dinput = EmptyIf(need_input, input, x, x.dtype);
+  Tensor dweight = EmptyIf(need_weight, input, w, w.dtype);
+  const TensorView& like_bias = bias.has_value() ? *b.get() : w;
+  Tensor dbias = EmptyIf(need_bias, input, like_bias, like_bias.dtype);
   const TensorView dx = View(kOp, dinput);
   const TensorView dw = View(kOp, dweight);
   const TensorView db = View(kOp, dbias);
   const TensorView kept = View(kOp, logits);
   const bool has_logits = kept.rank == 2 && kept.size[0] == t.numel();
-  LinearCrossEntropyBackward(kOp, View(kOp, grad), x, w, bias.has_value() ? &b : nullptr, t, View(kOp, lse),
-                             has_logits ? &kept : nullptr, options, need_input ? &dx : nullptr,
-                             need_weight ? &dw : nullptr, need_bias && bias.has_value() ? &db : nullptr);
+  LinearCrossEntropyBackward(kOp, View(kOp, grad), x, w, b.get(), t, View(kOp, lse), has_logits ? &kept : nullptr,
+                             options, need_input ? &dx : nullptr, need_weight ? &dw : nullptr,
+                             need_bias ? &db : nullptr);
   return {dinput, dweight, dbias};
 }
 
@@ -90,30 +83,29 @@ CrossEntropyOptions VendorOptions(const char* op, const std::string& reduction, 
   return options;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> npu_cross_entropy_loss(
-    const Tensor& input, const Tensor& target, const std::optional<Tensor>& weight, std::string reduction,
-    int64_t ignore_index, double label_smoothing, double lse_square_scale_for_zloss, bool return_zloss) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> npu_cross_entropy_loss(const Tensor& input, const Tensor& target,
+                                                                  const OptionalTensor& weight, std::string reduction,
+                                                                  int64_t ignore_index, double label_smoothing,
+                                                                  double lse_square_scale_for_zloss,
+                                                                  bool return_zloss) {
   constexpr const char* kOp = "npu_cross_entropy_loss";
   JUMAR_COUNT_CALL("npu_cross_entropy_loss");
   const CrossEntropyOptions options =
       VendorOptions(kOp, reduction, ignore_index, label_smoothing, lse_square_scale_for_zloss, return_zloss);
   const TensorView x = View(kOp, input);
-  TensorView w;
-  if (weight.has_value()) w = View(kOp, *weight);
+  const OptionalView w(kOp, weight);
   const int64_t rows = x.rank > 0 ? x.size[0] : 0;
   Tensor loss = Empty(input, {options.reduction == Reduction::kNone ? rows : 1}, x.dtype);
   Tensor log_prob = Empty(input, x, x.dtype);
-  CrossEntropy(kOp, x, View(kOp, target), weight.has_value() ? &w : nullptr, options, View(kOp, loss),
-               View(kOp, log_prob));
+  CrossEntropy(kOp, x, View(kOp, target), w.get(), options, View(kOp, loss), View(kOp, log_prob));
   Tensor zloss = Empty(input, std::vector<int64_t>{0}, x.dtype);
   return {loss, log_prob, zloss, Empty(input, std::vector<int64_t>{0}, x.dtype)};
 }
 
 Tensor npu_cross_entropy_loss_backward(const Tensor& grad_loss, const Tensor& log_prob, const Tensor& target,
-                                       const std::optional<Tensor>& weight, const std::optional<Tensor>& grad_zloss,
-                                       const std::optional<Tensor>& lse_for_zloss, std::string reduction,
-                                       int64_t ignore_index, double label_smoothing,
-                                       double lse_square_scale_for_zloss) {
+                                       const OptionalTensor& weight, const OptionalTensor& grad_zloss,
+                                       const OptionalTensor& lse_for_zloss, std::string reduction, int64_t ignore_index,
+                                       double label_smoothing, double lse_square_scale_for_zloss) {
   constexpr const char* kOp = "npu_cross_entropy_loss_backward";
   JUMAR_COUNT_CALL("npu_cross_entropy_loss_backward");
   const bool z_loss =
@@ -122,10 +114,9 @@ Tensor npu_cross_entropy_loss_backward(const Tensor& grad_loss, const Tensor& lo
       VendorOptions(kOp, reduction, ignore_index, label_smoothing, lse_square_scale_for_zloss, z_loss);
   const TensorView g = View(kOp, grad_loss);
   const TensorView lp = View(kOp, log_prob);
-  TensorView w;
-  if (weight.has_value()) w = View(kOp, *weight);
+  const OptionalView w(kOp, weight);
   Tensor dinput = Empty(log_prob, lp, g.dtype);
-  CrossEntropyBackward(kOp, g, lp, View(kOp, target), weight.has_value() ? &w : nullptr, options, View(kOp, dinput));
+  CrossEntropyBackward(kOp, g, lp, View(kOp, target), w.get(), options, View(kOp, dinput));
   return dinput;
 }
 

@@ -6,7 +6,6 @@
 namespace jumar::binding {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using OptionalInts = std::optional<std::vector<int64_t>>;
 
 std::tuple<Tensor, Tensor> npu_moe_token_permute(const Tensor& tokens, const Tensor& indices,
@@ -81,7 +80,7 @@ std::tuple<Tensor, Tensor> UnpermuteGrad(const char* op, const Tensor& grad, con
   Tensor dpermuted = Empty(grad, permuted_shape, dtype);
   Tensor dprobs;
   if (p.get() != nullptr) dprobs = Empty(grad, *p.get(), p.get()->dtype);
-  const OptionalView dp(op, p.get() == nullptr ? OptionalTensor() : OptionalTensor(dprobs));
+  const OptionalView dp(op, dprobs);
   TokenUnpermuteGrad(op, g, View(op, sorted_indices), p.get(), rows.get(), padded_mode, View(op, dpermuted), dp.get());
   return {dpermuted, dprobs};
 }

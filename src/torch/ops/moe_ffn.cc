@@ -1,12 +1,12 @@
 #include "kernels/moe_ffn/moe_ffn.h"
 
 #include "base/check.h"
+#include "kernels/grouped_matmul/grouped_matmul.h"
 #include "torch/ops/families.h"
 
 namespace jumar::binding {
 namespace {
 
-using Tensors = std::vector<Tensor>;
 using Views = std::vector<TensorView>;
 
 // One matrix an expert, of one stacked tensor [E, rows, columns] or of E matrices.
@@ -18,15 +18,8 @@ Views Matrices(const char* op, const char* name, const Tensors& tensors) {
     JUMAR_CHECK(op, stacked || view.rank == 2, name,
                 " must be one tensor [experts, rows, columns] or a matrix for each ", "expert, got ",
                 ShapeString(view));
-    for (int64_t e = 0; e < (stacked ? view.size[0] : 1); ++e) {
-      TensorView m = stacked ? Narrow(view, 0, e, 1) : view;
-      for (int i = 0; stacked && i < 2; ++i) {
-        m.size[i] = m.size[i + 1];
-        m.stride[i] = m.stride[i + 1];
-      }
-      m.rank = 2;
-      views.push_back(m);
-    }
+    if (stacked) return Unstack(view);
+    views.push_back(view);
   }
   return views;
 }
@@ -45,8 +38,7 @@ Tensors EmptyLikeAll(const char* op, bool needed, const Tensors& tensors) {
     if (!needed) {
       out.push_back(Empty(tensor, std::vector<int64_t>{0}, view.dtype));
     } else if (view.stride[last - 1] == 1 && view.stride[last] != 1) {
-      std::swap(sizes[sizes.size() - 1], sizes[sizes.size() - 2]);
-      out.push_back(torch::stable::transpose(Empty(tensor, sizes, view.dtype), -2, -1));
+      out.push_back(EmptyTransposed(tensor, sizes, view.dtype));
     } else {
       out.push_back(Empty(tensor, sizes, view.dtype));
     }
@@ -81,8 +73,8 @@ std::tuple<Tensor, Tensor, Tensors, Tensors, Tensors> moe_ffn_backward(const Ten
   const TensorView x = View(kOp, hidden);
   const TensorView p = View(kOp, probs);
   const ExpertWeights w = Weights(kOp, gate_up, down, up);
-  Tensor dhidden = need_hidden ? Empty(hidden, x, x.dtype) : Empty(hidden, std::vector<int64_t>{0}, x.dtype);
-  Tensor dprobs = need_probs ? Empty(probs, p, p.dtype) : Empty(probs, std::vector<int64_t>{0}, p.dtype);
+  Tensor dhidden = EmptyIf(need_hidden, hidden, x, x.dtype);
+  Tensor dprobs = EmptyIf(need_probs, probs, p, p.dtype);
   Tensors dgate_up = EmptyLikeAll(kOp, need_gate_up, gate_up);
   Tensors ddown = EmptyLikeAll(kOp, need_down, down);
   Tensors dup = EmptyLikeAll(kOp, need_gate_up, up);

@@ -7,7 +7,6 @@
 namespace jumar::binding {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
 using OptionalInt = std::optional<int64_t>;
 using Sizes = std::vector<int64_t>;
 
@@ -138,8 +137,8 @@ std::tuple<Tensor, Tensor, Tensor> moe_finalize_routing_grad(const Tensor& grad,
   Tensor dbias;
   if (o.scales != nullptr) dscales = Empty(grad, *o.scales, o.scales->dtype);
   if (o.bias != nullptr) dbias = Empty(grad, *o.bias, o.bias->dtype);
-  const OptionalView ds(kOp, o.scales == nullptr ? OptionalTensor() : OptionalTensor(dscales));
-  const OptionalView db(kOp, o.bias == nullptr ? OptionalTensor() : OptionalTensor(dbias));
+  const OptionalView ds(kOp, dscales);
+  const OptionalView db(kOp, dbias);
   FinalizeRoutingGrad(kOp, View(kOp, grad), o, View(kOp, drows), ds.get(), db.get());
   return {drows, dscales, dbias};
 }

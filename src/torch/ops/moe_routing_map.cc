@@ -5,25 +5,10 @@
 namespace jumar::binding {
 namespace {
 
-using OptionalTensor = std::optional<Tensor>;
-
 // int8 maps hold the bytes of bool ones.
 TensorView MapView(const char* op, const Tensor& map) {
   return map.scalar_type() == ScalarType::Char ? ViewAs(op, map, DType::kBool) : View(op, map);
 }
-
-class OptionalMap {
- public:
-  OptionalMap(const char* op, const OptionalTensor& map) {
-    if (map.has_value()) view_ = MapView(op, *map);
-  }
-  const TensorView* get() const { return view_.has_value() ? &*view_ : nullptr; }
-
- private:
-  std::optional<TensorView> view_;
-};
-
-OptionalTensor Given(const Tensor& tensor, bool given) { return given ? OptionalTensor(tensor) : OptionalTensor(); }
 
 std::tuple<Tensor, Tensor, Tensor> moe_permute_map(const Tensor& tokens, const Tensor& routing_map,
                                                    const OptionalTensor& probs, std::optional<int64_t> num_out_tokens,
@@ -38,7 +23,7 @@ std::tuple<Tensor, Tensor, Tensor> moe_permute_map(const Tensor& tokens, const T
   Tensor permuted_probs;
   if (p.get() != nullptr) permuted_probs = Empty(tokens, std::vector<int64_t>{rows}, p.get()->dtype);
   Tensor sorted_indices = Empty(tokens, std::vector<int64_t>{rows}, DType::kI32);
-  const OptionalView moved(kOp, Given(permuted_probs, p.get() != nullptr));
+  const OptionalView moved(kOp, permuted_probs);
   PermuteWithRoutingMap(kOp, x, map, p.get(), drop_and_pad, View(kOp, permuted), moved.get(),
                         View(kOp, sorted_indices));
   return {permuted, permuted_probs, sorted_indices};
@@ -58,7 +43,7 @@ std::tuple<Tensor, Tensor> npu_moe_token_permute_with_routing_map_grad(const Ten
   Tensor dtokens = Empty(permuted_token_out_grad, {tokens_num, g.rank == 2 ? g.size[1] : 0}, g.dtype);
   Tensor dprobs;
   if (pg.get() != nullptr) dprobs = Empty(permuted_token_out_grad, {tokens_num, experts_num}, pg.get()->dtype);
-  const OptionalView dp(kOp, Given(dprobs, pg.get() != nullptr));
+  const OptionalView dp(kOp, dprobs);
   PermuteWithRoutingMapGrad(kOp, g, pg.get(), View(kOp, sorted_indices), MapView(kOp, routing_map), drop_and_pad,
                             View(kOp, dtokens), dp.get());
   return {dtokens, dprobs};
@@ -73,7 +58,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_unpermute_map(const Tensor& permu
   JUMAR_COUNT_CALL("npu_moe_token_unpermute_with_routing_map");
   const TensorView rows = View(kOp, permuted_tokens);
   const OptionalView p(kOp, probs);
-  const OptionalMap map(kOp, routing_map);
+  const OptionalView map(kOp, routing_map, &MapView);
   JUMAR_CHECK(kOp, restore_shape.size() == 2 && restore_shape[0] >= 0 && restore_shape[1] >= 0,
               "restore_shape must be [tokens, width], got ", restore_shape.size(), " numbers",
               restore_shape.empty() ? "" : ", the first of them " + std::to_string(restore_shape[0]));
@@ -83,7 +68,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_unpermute_map(const Tensor& permu
   Tensor token_ids = Empty(permuted_tokens, each, DType::kI32);
   Tensor permuted_probs;
   if (p.get() != nullptr) permuted_probs = Empty(permuted_tokens, each, p.get()->dtype);
-  const OptionalView moved(kOp, Given(permuted_probs, p.get() != nullptr));
+  const OptionalView moved(kOp, permuted_probs);
   UnpermuteWithRoutingMap(kOp, rows, View(kOp, sorted_indices), p.get(), map.get(), drop_and_pad, View(kOp, out),
                           View(kOp, out_index), View(kOp, token_ids), moved.get());
   return {out, out_index, token_ids, permuted_probs};
@@ -99,14 +84,14 @@ std::tuple<Tensor, Tensor> npu_moe_token_unpermute_with_routing_map_grad(
   const TensorView index = View(kOp, out_index);
   const OptionalView p(kOp, probs);
   const OptionalView rows(kOp, permuted_tokens);
-  const OptionalMap map(kOp, routing_map);
+  const OptionalView map(kOp, routing_map, &MapView);
   JUMAR_CHECK(
       kOp, g.rank == 2 && restore_shape.size() == 2 && restore_shape[0] == g.size[0] && restore_shape[1] == g.size[1],
       "unpermuted_tokens_grad ", ShapeString(g), " is not of restore_shape");
   Tensor dpermuted = Empty(unpermuted_tokens_grad, {index.rank == 0 ? 0 : index.size[0], g.size[1]}, g.dtype);
   Tensor dprobs;
   if (p.get() != nullptr) dprobs = Empty(unpermuted_tokens_grad, *p.get(), g.dtype);
-  const OptionalView dp(kOp, Given(dprobs, p.get() != nullptr));
+  const OptionalView dp(kOp, dprobs);
   UnpermuteWithRoutingMapGrad(kOp, g, index, View(kOp, permuted_token_id), map.get(), rows.get(), p.get(), drop_and_pad,
                               View(kOp, dpermuted), dp.get());
   return {dpermuted, dprobs};

@@ -8,7 +8,6 @@
 namespace jumar::binding {
 namespace {
 
-using Tensors = std::vector<Tensor>;
 using Doubles = std::vector<double>;
 
 double StepOf(const char* op, const Tensor& step, size_t i) {
@@ -94,18 +93,12 @@ void apply_adam_w_(const Tensor& var, const Tensor& m, const Tensor& v, const Te
   AdamW(kOp, {t});
 }
 
-std::vector<TensorView> Views(const char* op, const Tensors& tensors) {
-  std::vector<TensorView> views;
-  for (const Tensor& tensor : tensors) views.push_back(View(op, tensor));
-  return views;
-}
-
 Tensor grad_power_sums(const Tensors& grads, const std::vector<int64_t>& groups, int64_t group_count,
                        double norm_type) {
   constexpr const char* kOp = "grad_power_sums";
   JUMAR_COUNT_CALL("grad_power_sums");
   JUMAR_CHECK(kOp, !grads.empty(), "no gradients");
-  const std::vector<double> sums = GradPowerSums(kOp, Views(kOp, grads), groups, group_count, norm_type);
+  const std::vector<double> sums = GradPowerSums(kOp, ViewAll(kOp, grads), groups, group_count, norm_type);
   Tensor out = Empty(grads[0], std::vector<int64_t>{group_count}, DType::kF64);
   std::copy(sums.begin(), sums.end(), static_cast<double*>(out.data_ptr()));
   return out;
@@ -114,7 +107,7 @@ Tensor grad_power_sums(const Tensors& grads, const std::vector<int64_t>& groups,
 void scale_grads_(const Tensors& grads, double factor) {
   constexpr const char* kOp = "scale_grads_";
   JUMAR_COUNT_CALL("scale_grads_");
-  ScaleAll(kOp, Views(kOp, grads), factor);
+  ScaleAll(kOp, ViewAll(kOp, grads), factor);
 }
 
 }  // namespace

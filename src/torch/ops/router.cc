@@ -9,8 +9,6 @@
 namespace jumar::binding {
 namespace {
 
-using MaybeTensor = std::optional<Tensor>;
-
 // The sizes of `view`, the last one replaced.
 std::vector<int64_t> RowsOf(const TensorView& view, int64_t cols) {
   std::vector<int64_t> sizes(view.size, view.size + view.rank);
@@ -19,7 +17,7 @@ std::vector<int64_t> RowsOf(const TensorView& view, int64_t cols) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> router_top_k(const Tensor& logits, int64_t k, std::string scoring, bool renorm,
-                                                const MaybeTensor& bias, int64_t n_group, int64_t topk_group,
+                                                const OptionalTensor& bias, int64_t n_group, int64_t topk_group,
                                                 double scale, double eps, std::optional<double> group_fill,
                                                 std::string group_score, bool wide_weights, bool output_scores) {
   constexpr const char* kOp = "router_top_k";
@@ -40,7 +38,7 @@ std::tuple<Tensor, Tensor, Tensor> router_top_k(const Tensor& logits, int64_t k,
   const DType compute = ComputeType(x.dtype);
   Tensor weights = Empty(logits, RowsOf(x, k), wide_weights ? compute : x.dtype);
   Tensor indices = Empty(logits, RowsOf(x, k), DType::kI64);
-  Tensor scores = output_scores ? Empty(logits, x, compute) : Empty(logits, std::vector<int64_t>{0}, compute);
+  Tensor scores = EmptyIf(output_scores, logits, x, compute);
   RouterTensors t;
   t.logits = x;
   t.bias = b.get();
@@ -52,8 +50,8 @@ std::tuple<Tensor, Tensor, Tensor> router_top_k(const Tensor& logits, int64_t k,
   return {weights, indices, scores};
 }
 
-Tensor Backward(const char* op, const MaybeTensor& grad_weights, const MaybeTensor& grad_scores, const Tensor& source,
-                const Tensor& indices, bool from_scores, RouterOptions options, DType dtype) {
+Tensor Backward(const char* op, const OptionalTensor& grad_weights, const OptionalTensor& grad_scores,
+                const Tensor& source, const Tensor& indices, bool from_scores, RouterOptions options, DType dtype) {
   const OptionalView gw(op, grad_weights);
   const OptionalView gs(op, grad_scores);
   RouterGradTensors t;
@@ -69,8 +67,9 @@ Tensor Backward(const char* op, const MaybeTensor& grad_weights, const MaybeTens
   return dlogits;
 }
 
-Tensor router_top_k_backward(const MaybeTensor& grad_weights, const MaybeTensor& grad_scores, const Tensor& logits,
-                             const Tensor& indices, std::string scoring, bool renorm, double scale, double eps) {
+Tensor router_top_k_backward(const OptionalTensor& grad_weights, const OptionalTensor& grad_scores,
+                             const Tensor& logits, const Tensor& indices, std::string scoring, bool renorm,
+                             double scale, double eps) {
   constexpr const char* kOp = "router_top_k_backward";
   JUMAR_COUNT_CALL("router_top_k_backward");
   RouterOptions options;
@@ -88,7 +87,7 @@ void CheckVendorInput(const char* op, const TensorView& x, int64_t k) {
   JUMAR_CHECK(op, k >= 0 && k <= x.size[x.rank - 1], "The k should be in [0, ", x.size[x.rank - 1], "], got ", k);
 }
 
-std::tuple<Tensor, Tensor, Tensor> SoftmaxTopK(const char* op, const Tensor& input, const MaybeTensor& finished,
+std::tuple<Tensor, Tensor, Tensor> SoftmaxTopK(const char* op, const Tensor& input, const OptionalTensor& finished,
                                                const RouterOptions& options, bool row_idx, bool softmax) {
   const TensorView x = View(op, input);
   CheckVendorInput(op, x, options.k);
@@ -96,9 +95,7 @@ std::tuple<Tensor, Tensor, Tensor> SoftmaxTopK(const char* op, const Tensor& inp
   const DType compute = ComputeType(x.dtype);
   Tensor y = Empty(input, RowsOf(x, options.k), x.dtype);
   Tensor expert_idx = Empty(input, RowsOf(x, options.k), DType::kI32);
-  Tensor third = row_idx   ? Empty(input, RowsOf(x, options.k), DType::kI32)
-                 : softmax ? Empty(input, x, compute)
-                           : Empty(input, std::vector<int64_t>{0}, compute);
+  Tensor third = row_idx ? Empty(input, RowsOf(x, options.k), DType::kI32) : EmptyIf(softmax, input, x, compute);
   RouterTensors t;
   t.logits = x;
   t.finished = done.get();
@@ -111,7 +108,7 @@ std::tuple<Tensor, Tensor, Tensor> SoftmaxTopK(const char* op, const Tensor& inp
   return {y, expert_idx, third};
 }
 
-std::tuple<Tensor, Tensor, Tensor> npu_moe_gating_top_k_softmax(const Tensor& x, const MaybeTensor& finished,
+std::tuple<Tensor, Tensor, Tensor> npu_moe_gating_top_k_softmax(const Tensor& x, const OptionalTensor& finished,
                                                                 int64_t k) {
   JUMAR_COUNT_CALL("npu_moe_gating_top_k_softmax");
   RouterOptions options;
@@ -134,8 +131,9 @@ RouterOptions V2Options(const char* op, int64_t renorm) {
 
 // The vendor's operators whose schemas have keyword-only tensors, which torch cannot differentiate, are defined in
 // Python and call these.
-std::tuple<Tensor, Tensor, Tensor> moe_gating_top_k_softmax_v2(const Tensor& x, int64_t k, const MaybeTensor& finished,
-                                                               int64_t renorm, bool output_softmax) {
+std::tuple<Tensor, Tensor, Tensor> moe_gating_top_k_softmax_v2(const Tensor& x, int64_t k,
+                                                               const OptionalTensor& finished, int64_t renorm,
+                                                               bool output_softmax) {
   constexpr const char* kOp = "npu_moe_gating_top_k_softmax_v2";
   JUMAR_COUNT_CALL("npu_moe_gating_top_k_softmax_v2");
   RouterOptions options = V2Options(kOp, renorm);
@@ -143,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor> moe_gating_top_k_softmax_v2(const Tensor& x, 
   return SoftmaxTopK(kOp, x, finished, options, false, output_softmax && !options.renorm);
 }
 
-Tensor npu_moe_gating_top_k_softmax_v2_backward(const MaybeTensor& grad_y, const MaybeTensor& grad_softmax,
+Tensor npu_moe_gating_top_k_softmax_v2_backward(const OptionalTensor& grad_y, const OptionalTensor& grad_softmax,
                                                 const Tensor& x, const Tensor& expert_idx, int64_t renorm) {
   constexpr const char* kOp = "npu_moe_gating_top_k_softmax_v2_backward";
   JUMAR_COUNT_CALL("npu_moe_gating_top_k_softmax_v2_backward");
@@ -162,7 +160,7 @@ RouterOptions GatingOptions(const char* op, int64_t renorm, int64_t norm_type, d
   return options;
 }
 
-std::tuple<Tensor, Tensor, Tensor> moe_gating_top_k(const Tensor& x, int64_t k, const MaybeTensor& bias,
+std::tuple<Tensor, Tensor, Tensor> moe_gating_top_k(const Tensor& x, int64_t k, const OptionalTensor& bias,
                                                     int64_t k_group, int64_t group_count, int64_t group_select_mode,
                                                     int64_t renorm, int64_t norm_type, double routed_scaling_factor,
                                                     double eps) {
@@ -202,17 +200,11 @@ Tensor npu_moe_gating_top_k_backward(const Tensor& x_norm, const Tensor& grad_y,
   return Backward(kOp, grad_y, std::nullopt, x_norm, expert_idx, true, options, View(kOp, grad_y).dtype);
 }
 
-std::vector<TensorView> Views(const char* op, const std::vector<Tensor>& tensors) {
-  std::vector<TensorView> views;
-  for (const Tensor& tensor : tensors) views.push_back(View(op, tensor));
-  return views;
-}
-
-std::tuple<Tensor, Tensor> load_balance_loss(const std::vector<Tensor>& gate_logits, int64_t num_experts, int64_t top_k,
-                                             const MaybeTensor& attention_mask) {
+std::tuple<Tensor, Tensor> load_balance_loss(const Tensors& gate_logits, int64_t num_experts, int64_t top_k,
+                                             const OptionalTensor& attention_mask) {
   constexpr const char* kOp = "load_balance_loss";
   JUMAR_COUNT_CALL("load_balance_loss");
-  const std::vector<TensorView> layers = Views(kOp, gate_logits);
+  const std::vector<TensorView> layers = ViewAll(kOp, gate_logits);
   JUMAR_CHECK(kOp, !layers.empty(), "gate_logits must hold the logits of at least one layer");
   JUMAR_CHECK(kOp, num_experts >= 1, "num_experts must be positive, got ", num_experts);
   const OptionalView mask(kOp, attention_mask);
@@ -223,15 +215,16 @@ std::tuple<Tensor, Tensor> load_balance_loss(const std::vector<Tensor>& gate_log
   return {loss, tokens};
 }
 
-std::vector<Tensor> load_balance_loss_backward(const Tensor& grad, const std::vector<Tensor>& gate_logits,
-                                               const MaybeTensor& attention_mask, const Tensor& tokens_per_expert) {
+Tensors load_balance_loss_backward(const Tensor& grad, const Tensors& gate_logits, const OptionalTensor& attention_mask,
+                                   const Tensor& tokens_per_expert) {
   constexpr const char* kOp = "load_balance_loss_backward";
   JUMAR_COUNT_CALL("load_balance_loss_backward");
-  const std::vector<TensorView> layers = Views(kOp, gate_logits);
+  const std::vector<TensorView> layers = ViewAll(kOp, gate_logits);
   const OptionalView mask(kOp, attention_mask);
-  std::vector<Tensor> results;
+  Tensors results;
   for (size_t i = 0; i < layers.size(); ++i) results.push_back(Empty(gate_logits[i], layers[i], layers[i].dtype));
-  LoadBalanceLossBackward(kOp, View(kOp, grad), layers, mask.get(), View(kOp, tokens_per_expert), Views(kOp, results));
+  LoadBalanceLossBackward(kOp, View(kOp, grad), layers, mask.get(), View(kOp, tokens_per_expert),
+                          ViewAll(kOp, results));
   return results;
 }
 
