@@ -54,6 +54,32 @@ HWY_INLINE V ExpNegAbs(D d, V x) {
   }
 }
 
+// e^x within 1.5 ulp where the result is normal, rounded once below and 0 from -104 on; e^70 above 70, which no score
+// reaches over the maximum of its row; NaN for NaN. As ExpNegAbs, with the exponent raised by 25 so that results down
+// to the smallest subnormal are made of a normal number.
+template <class D, class V>
+HWY_INLINE V ScoreExp(D d, V x) {
+  if constexpr (sizeof(hn::TFromD<D>) == 8) {
+    return ExpOf(d, x);
+  } else {
+    const hn::RebindToUnsigned<D> du;
+    const V y = hn::Min(hn::Max(x, hn::Set(d, -104.0f)), hn::Set(d, 70.0f));
+    const V magic = hn::Set(d, 12582912.0f + 25.0f);
+    const V z = hn::MulAdd(y, hn::Set(d, 1.44269504f), magic);
+    const V n = hn::Sub(z, magic);
+    const V t = hn::MulAdd(n, hn::Set(d, 2.12194440e-4f), hn::NegMulAdd(n, hn::Set(d, 0.693359375f), y));
+    V p = hn::MulAdd(t, hn::Set(d, 0.00140616044f), hn::Set(d, 0.00837910693f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.0416647693f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.166663642f));
+    p = hn::MulAdd(p, t, hn::Set(d, 0.500000044f));
+    p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
+    p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
+    const auto scaled = hn::Add(hn::BitCast(du, p), hn::ShiftLeft<23>(hn::BitCast(du, z)));
+    const V e = hn::Mul(hn::BitCast(d, scaled), hn::Set(d, 0x1p-25f));
+    return hn::IfThenElse(hn::IsNaN(x), x, e);
+  }
+}
+
 // e^-x for an 1 / (1 + e^-x) that is rounded to 16 bits afterwards: within 12 ulp of float (96 without FMA), with
 // kDegree 4 instead of 5 within 64 (128); infinity below x = -88.7, less than 2^-57 above 40, unspecified for NaN.
 // As ExpNegAbs, but without a case for the sign: x is clamped and the exponent may go either way.

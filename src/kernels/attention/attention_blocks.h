@@ -1,6 +1,6 @@
 // What forward and backward share: checked shapes, visible keys of a panel, packed operands.
 //
-// Keys go in blocks of a fixed length, queries in panels of one vector pair (attention_panel.h). For each panel and
+// Keys go in blocks of a fixed length, queries in panels of one vector pair (simd/panel.h). For each panel and
 // block the keys [begin, end) that some query of the panel may see are known before anything is computed; the rest is
 // skipped.
 #pragma once
@@ -9,8 +9,8 @@
 
 #include "base/scratch.h"
 #include "kernels/attention/attention.h"
-#include "kernels/attention/attention_panel.h"
 #include "kernels/gemm/gemm_kernel.h"
+#include "simd/panel.h"
 
 namespace jumar {
 

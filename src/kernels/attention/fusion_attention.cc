@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "base/parallel.h"
+#include "base/sequences.h"
 
 namespace jumar {
 namespace {
@@ -182,33 +183,16 @@ void FusionAttention::SetSequences(const FusionAttentionOptions& o) {
     }
     return;
   }
-  JUMAR_CHECK(op_, !o.q_ends.empty() && o.q_ends.size() == o.k_ends.size(),
-              "input_layout TND needs actual_seq_qlen and actual_seq_kvlen of one length, got ", o.q_ends.size(),
-              " and ", o.k_ends.size(), " ends");
-  const auto live = [](const std::vector<int64_t>& ends) {
-    size_t n = ends.size();
-    while (n > 0 && ends[n - 1] == 0) --n;
-    return n;
-  };
-  const size_t count = std::max(live(o.q_ends), live(o.k_ends));
-  int64_t q_end = 0;
-  int64_t k_end = 0;
-  for (size_t i = 0; i < count; ++i) {
+  const SequenceLists ends{"actual_seq_qlen", "actual_seq_kvlen", o.q_ends, o.k_ends};
+  for (const SequencePair& pair : PackedSequences(op_, ends, q.size[2], k.size[2])) {
     AttentionSequence s;
-    s.index = static_cast<int64_t>(i);
-    s.q_begin = q_end;
-    s.k_begin = k_end;
-    s.q_len = o.q_ends[i] - q_end;
-    s.k_len = o.k_ends[i] - k_end;
-    JUMAR_CHECK(op_, s.q_len >= 0 && s.k_len >= 0, "actual_seq_qlen and actual_seq_kvlen are cumulative; sequence ", i,
-                " ends at ", o.q_ends[i], " and ", o.k_ends[i], ", before its begin ", q_end, " and ", k_end);
-    q_end = o.q_ends[i];
-    k_end = o.k_ends[i];
+    s.index = static_cast<int64_t>(inputs_.sequences.size());
+    s.q_begin = pair.q_begin;
+    s.q_len = pair.q_len;
+    s.k_begin = pair.k_begin;
+    s.k_len = pair.k_len;
     inputs_.sequences.push_back(s);
   }
-  JUMAR_CHECK(op_, q_end == q.size[2] && k_end == k.size[2], "actual_seq_qlen and actual_seq_kvlen end at ", q_end,
-              " and ", k_end, ", but query and key have ", q.size[2], " and ", k.size[2],
-              " tokens (the lists are cumulative)");
 }
 
 void FusionAttention::SetRules(const TensorView& mask, const FusionAttentionOptions& o) {

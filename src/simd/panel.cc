@@ -3,10 +3,10 @@
 #include <limits>
 
 #include "base/simd_dispatch.h"
-#include "kernels/attention/attention_panel.h"
+#include "simd/panel.h"
 
 #undef HWY_TARGET_INCLUDE
-#define HWY_TARGET_INCLUDE "kernels/attention/attention_simd.cc"
+#define HWY_TARGET_INCLUDE "simd/panel.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
 #include "simd/math-inl.h"
@@ -15,32 +15,6 @@ HWY_BEFORE_NAMESPACE();
 namespace jumar {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
-
-// e^x within 1.5 ulp where the result is normal, rounded once below and 0 from -104 on; e^70 above 70, which no score
-// reaches over the maximum of its row; NaN for NaN. As ExpNegAbs of simd/math-inl.h, with the exponent raised by 25 so
-// that results down to the smallest subnormal are made of a normal number.
-template <class D, class V>
-HWY_INLINE V ScoreExp(D d, V x) {
-  if constexpr (sizeof(hn::TFromD<D>) == 8) {
-    return ExpOf(d, x);
-  } else {
-    const hn::RebindToUnsigned<D> du;
-    const V y = hn::Min(hn::Max(x, hn::Set(d, -104.0f)), hn::Set(d, 70.0f));
-    const V magic = hn::Set(d, 12582912.0f + 25.0f);
-    const V z = hn::MulAdd(y, hn::Set(d, 1.44269504f), magic);
-    const V n = hn::Sub(z, magic);
-    const V t = hn::MulAdd(n, hn::Set(d, 2.12194440e-4f), hn::NegMulAdd(n, hn::Set(d, 0.693359375f), y));
-    V p = hn::MulAdd(t, hn::Set(d, 0.00140616044f), hn::Set(d, 0.00837910693f));
-    p = hn::MulAdd(p, t, hn::Set(d, 0.0416647693f));
-    p = hn::MulAdd(p, t, hn::Set(d, 0.166663642f));
-    p = hn::MulAdd(p, t, hn::Set(d, 0.500000044f));
-    p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
-    p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
-    const auto scaled = hn::Add(hn::BitCast(du, p), hn::ShiftLeft<23>(hn::BitCast(du, z)));
-    const V e = hn::Mul(hn::BitCast(d, scaled), hn::Set(d, 0x1p-25f));
-    return hn::IfThenElse(hn::IsNaN(x), x, e);
-  }
-}
 
 template <typename T>
 void MaskPanel(const PanelMask& a) {
