@@ -5,8 +5,10 @@ Gradients are operators of their own, so what is registered here only passes ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Container, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -15,25 +17,35 @@ from jumar._load import NAMESPACES
 # A library unregisters its kernels when it is collected.
 _libraries: list[torch.library.Library] = []
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-def _names(name: str) -> list[str]:
-    """Qualified names of the operator in every namespace that has it."""
-    return [f"{ns}::{name}" for ns in NAMESPACES if hasattr(getattr(torch.ops, ns), name)]
+
+def _overloads(name: str) -> list[tuple[str, Any]]:
+    """The operator in every namespace that has it, with the namespace."""
+    spaces = [(ns, getattr(torch.ops, ns)) for ns in NAMESPACES]
+    return [(ns, getattr(space, name).default) for ns, space in spaces if hasattr(space, name)]
 
 
 def register_fake(name: str, fake: Callable[..., Any]) -> None:
-    """Registers `fake`, which gives the results' shapes, dtypes and strides, in every namespace."""
-    for qualified in _names(name):
-        torch.library.register_fake(qualified, _one_device(name, fake))
+    """Registers `fake`, which gives the results' shapes, dtypes and strides, in every namespace.
+
+    It is called with every positional argument of the schema.
+    """
+    for namespace, op in _overloads(name):
+        torch.library.register_fake(f"{namespace}::{name}", _checked(name, op, fake))
 
 
-def _one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(name: str, op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
     """`fake`, after a check that all tensors are on one device.
 
     A meta tensor among others calls the fake kernel, which alone would hand out memory that nothing has written.
     """
+    # torch leaves out trailing arguments that have their defaults.
+    defaults = [a.default_value for a in op._schema.arguments if not a.kwarg_only]
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        args = (*args, *defaults[len(args) :])
         values = (*args, *kwargs.values())
         lists = [v if isinstance(v, list | tuple) else [v] for v in values]
         tensors = (t for values in lists for t in values if isinstance(t, torch.Tensor))
@@ -50,9 +62,30 @@ def _one_device(name: str, fake: Callable[..., Any]) -> Callable[..., Any]:
 def register_autograd(
     name: str, backward: Callable[..., Any], setup_context: Callable[..., None]
 ) -> None:
-    """Registers the gradient in every namespace."""
-    for qualified in _names(name):
-        torch.library.register_autograd(qualified, backward, setup_context=setup_context)
+    """Registers the gradient in every namespace.
+
+    ``backward`` may leave out trailing arguments that have no gradient; it is not called where no gradient comes.
+    """
+    for namespace, _ in _overloads(name):
+        torch.library.register_autograd(
+            f"{namespace}::{name}", _complete(backward), setup_context=setup_context
+        )
+
+
+def _complete(backward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+    """`backward` with as many gradients as torch wants: one for each argument that it has not left out as a default."""
+
+    def complete(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        none = tuple(
+            [None] * len(need) if isinstance(need, list) else None for need in ctx.needs_input_grad
+        )
+        if all(grad is None for grad in grads):
+            return none
+        found = backward(ctx, *grads)
+        found = found if isinstance(found, tuple) else (found,)
+        return (*found, *none[len(found) :])[: len(none)]
+
+    return complete
 
 
 def forbid_autograd(name: str) -> None:
@@ -65,15 +98,13 @@ def forbid_autograd(name: str) -> None:
     def backward(ctx: Any, *grads: Any) -> Any:
         raise RuntimeError(f"{name}: not differentiable (double backward is not implemented)")
 
-    for qualified in _names(name):
-        namespace = qualified.split("::")[0]
-        op = getattr(getattr(torch.ops, namespace), name).default
+    for namespace, op in _overloads(name):
         # register_autograd refuses tensors that are passed by name only.
         if any(a.kwarg_only and "Tensor" in str(a.type) for a in op._schema.arguments):
             _forbid_by_kernel(namespace, op, backward)
         else:
             torch.library.register_autograd(
-                qualified,
+                f"{namespace}::{name}",
                 backward,
                 setup_context=lambda ctx, inputs, output, keyword_only_inputs=None: None,
             )
@@ -123,9 +154,8 @@ def register_autocast(name: str, keep: Container[int] = ()) -> None:
         _libraries.append(torch.library.Library(namespace, "IMPL"))
         _libraries[-1].impl(name, autocast, "AutocastCPU")
 
-    for qualified in _names(name):
-        namespace = qualified.split("::")[0]
-        register(namespace, getattr(getattr(torch.ops, namespace), name).default)
+    for namespace, op in _overloads(name):
+        register(namespace, op)
 
 
 def register_in_place(name: str, written: tuple[int, ...]) -> None:
@@ -164,11 +194,49 @@ def define_composite(signature: str, kernel: Callable[..., Any]) -> None:
         _libraries.append(library)
 
 
-def resolve(name: str, tensor: torch.Tensor) -> Any:
-    """The operator to call for `tensor`: the card's own for a tensor on a real ``npu``, else the one of this library."""
-    if tensor.device.type == "npu" and "npu" not in NAMESPACES:
-        return getattr(torch.ops.npu, name)
-    return getattr(torch.ops.jumar, name)
+def define_by_position(signature: str, call: Callable[..., Any]) -> None:
+    """:func:`define_composite` for a ``call`` that takes all arguments in the order of the signature.
+
+    For schemas with tensors behind the star, whose gradients torch cannot register: those are of the operator that is
+    called.
+    """
+    arguments = [(a.name, a.default_value) for a in torch._C.parse_schema(signature).arguments]
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, *(kwargs.get(name, value) for name, value in arguments[len(args) :]))
+
+    define_composite(signature, kernel)
+
+
+def on_card(first: torch.Tensor | Sequence[torch.Tensor]) -> bool:
+    """Whether a tensor, or a list of them, lies on a real ``npu``."""
+    if "npu" in NAMESPACES:
+        return False
+    return (first if isinstance(first, torch.Tensor) else first[0]).device.type == "npu"
+
+
+def resolve(name: str, first: torch.Tensor | Sequence[torch.Tensor]) -> Any:
+    """The operator to call for `first`: the card's own on a card, else the one of this library."""
+    return getattr(torch.ops.npu if on_card(first) else torch.ops.jumar, name)
+
+
+def calls_operator(declared: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A function that calls the operator of its name (:func:`resolve`); ``declared`` has the signature and no body."""
+    name = declared.__name__
+    order = [
+        (p.name, p.default)
+        for p in inspect.signature(declared).parameters.values()
+        if p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
+
+    @functools.wraps(declared)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        declared(*args, **kwargs)  # a TypeError where the arguments do not fit the signature
+        # By position, since the card has other names for some.
+        args = (*args, *(kwargs.pop(key, default) for key, default in order[len(args) :]))
+        return resolve(name, args[0])(*args, **kwargs)
+
+    return call
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:

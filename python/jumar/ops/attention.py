@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
+    calls_operator,
     compute_dtype,
     forbid_autograd,
     register_autocast,
     register_autograd,
     register_fake,
-    resolve,
 )
 
 #: No bound of a band: the vendor's default of pre_tockens and next_tockens.
@@ -23,6 +23,7 @@ UNBOUNDED = 2147483647
 _LAYOUTS = ("BSH", "SBH", "BNSD", "BSND", "TND")
 
 
+@calls_operator
 def npu_fusion_attention(
     query: Tensor,
     key: Tensor,
@@ -80,34 +81,9 @@ def npu_fusion_attention(
     Raises:
         RuntimeError: shapes, dtypes, lengths or a compressed mask do not fit, or an argument is not supported.
     """
-    return resolve("npu_fusion_attention", query)(
-        query,
-        key,
-        value,
-        head_num,
-        input_layout,
-        pse,
-        padding_mask,
-        atten_mask,
-        scale,
-        keep_prob,
-        pre_tockens,
-        next_tockens,
-        inner_precise,
-        prefix,
-        actual_seq_qlen,
-        actual_seq_kvlen,
-        sparse_mode,
-        gen_mask_parallel,
-        sync,
-        softmax_layout,
-        sink,
-        dropout_mask,
-        seed,
-        offset,
-    )
 
 
+@calls_operator
 def npu_fusion_attention_grad(
     query: Tensor,
     key: Tensor,
@@ -122,9 +98,6 @@ def npu_fusion_attention_grad(
     ``rest``: softmax_max, softmax_sum and attention_in (the output) of the forward, and its other arguments, by their
     names (scale is ``scale_value``).
     """
-    return resolve("npu_fusion_attention_grad", query)(
-        query, key, value, dy, head_num, input_layout, **rest
-    )
 
 
 def _out_shape(
@@ -161,17 +134,12 @@ def _elements(
     return query.shape[batch] * head_num * query.shape[row] * key.shape[row]
 
 
-_DEFAULTS = (
-    None, None, None, 1.0, 1.0, UNBOUNDED, UNBOUNDED, 0, None, None, None, 0, True, False, "", None, None, 0, 0,
-)  # fmt: skip
-
-
 def _fake(
     query: Tensor, key: Tensor, value: Tensor, head_num: int, input_layout: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
     op = "npu_fusion_attention"
-    options = (*rest, *_DEFAULTS[len(rest) :])
-    keep_prob, seed, offset, dropout_mask = options[4], options[17], options[18], options[16]
+    *_, dropout_mask, seed, offset = rest
+    keep_prob, ends, ends_kv = rest[4], rest[9], rest[10]
     if keep_prob < 1 and dropout_mask is None and seed == 0 and offset == 0:
         raise RuntimeError(
             f"{op}: dropout in a compiled graph needs a seed, which would otherwise be drawn while tracing"
@@ -185,7 +153,7 @@ def _fake(
         query.new_empty((0,)),
         seed,
         offset,
-        _elements(query, key, head_num, input_layout, options[9], options[10]),
+        _elements(query, key, head_num, input_layout, ends, ends_kv),
     )
 
 
@@ -212,8 +180,7 @@ def _backward_fake(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    query, key, value, ctx.head_num, ctx.layout, *rest = inputs
-    options = (*rest, *_DEFAULTS[len(rest) :])
+    query, key, value, ctx.head_num, ctx.layout, *options = inputs
     pse, _, mask, scale, keep_prob, pre, following, _, prefix, ends, ends_kv, mode = options[:12]
     softmax_layout, sink, dropout_mask = options[14:17]
     out, maximum, total, softmax_out, seed, offset, _ = output
@@ -235,20 +202,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
-    if grad is None:
-        return tuple(grads)
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     query, key, value, out, maximum, total, pse, mask, sink, dropout_mask = ctx.saved_tensors
     needs = (*ctx.needs_input_grad, *[False] * 24)
     dq, dk, dv, dpse, dsink = torch.ops.jumar.fusion_attention_backward(
         query, key, value, grad, out, maximum, total, ctx.head_num, ctx.layout, pse, mask, sink, dropout_mask,
         *ctx.options, needs[5],
     )  # fmt: skip
-    for at, result in ((0, dq), (1, dk), (2, dv), (5, dpse), (20, dsink)):
-        if needs[at]:
-            grads[at] = result
-    return tuple(grads)
+    found = {0: dq, 1: dk, 2: dv, 5: dpse, 20: dsink}
+    return tuple(found.get(at) if need else None for at, need in enumerate(ctx.needs_input_grad))
 
 
 register_fake("npu_fusion_attention", _fake)

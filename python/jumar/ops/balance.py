@@ -66,7 +66,7 @@ def expert_bias_update(
 
 
 def _loss_fake(
-    gate_logits: list[Tensor], num_experts: int, top_k: int, attention_mask: Tensor | None = None
+    gate_logits: list[Tensor], num_experts: int, *_: Any
 ) -> tuple[Tensor, Tensor]:
     first, dtype = gate_logits[0], compute_dtype(gate_logits[0].dtype)
     return first.new_empty((), dtype=dtype), first.new_empty((num_experts,), dtype=dtype)
@@ -79,22 +79,14 @@ def _loss_backward_fake(grad: Tensor, gate_logits: list[Tensor], *_: Any) -> lis
 def _loss_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     layers, _, _, mask = inputs
     tokens = output[1]
-    ctx.layers, ctx.masked = len(layers), mask is not None
-    ctx.save_for_backward(*layers, tokens, *([mask] if ctx.masked else []))
+    ctx.save_for_backward(mask, tokens, *layers)
     ctx.mark_non_differentiable(tokens)
     ctx.set_materialize_grads(False)
 
 
-def _loss_backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Any, ...]:
-    rest = (None,) * (len(ctx.needs_input_grad) - 1)
-    if grad is None:
-        return ([None] * ctx.layers, *rest)
-    layers = list(ctx.saved_tensors[: ctx.layers])
-    tokens, *mask = ctx.saved_tensors[ctx.layers :]
-    grads = torch.ops.jumar.load_balance_loss_backward(
-        grad, layers, mask[0] if ctx.masked else None, tokens
-    )
-    return (grads, *rest)
+def _loss_backward(ctx: Any, grad: Tensor, _: None) -> list[Tensor]:
+    mask, tokens, *layers = ctx.saved_tensors
+    return torch.ops.jumar.load_balance_loss_backward(grad, layers, mask, tokens)
 
 
 def _z_setup(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

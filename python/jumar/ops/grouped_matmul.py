@@ -59,13 +59,7 @@ def by_columns(weight: Tensor) -> bool:
 # ---- stacked weights
 
 
-def _fake(
-    x: Tensor,
-    weight: Tensor,
-    group_list: Tensor,
-    bias: Tensor | None = None,
-    group_list_type: int = 0,
-) -> Tensor:
+def _fake(x: Tensor, weight: Tensor, *_: Any) -> Tensor:
     if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
         raise RuntimeError(
             f"grouped_matmul: x {list(x.shape)} does not go with weight {list(weight.shape)}"
@@ -95,13 +89,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         else None,
         None,
         ops.grouped_matmul_bias_grad(grad, group_list, ctx.type) if need_bias else None,
-        None,
     )
 
 
-def _dgrad_fake(
-    grad_output: Tensor, weight: Tensor, group_list: Tensor, group_list_type: int = 0
-) -> Tensor:
+def _dgrad_fake(grad_output: Tensor, weight: Tensor, *_: Any) -> Tensor:
     return grad_output.new_empty((grad_output.shape[0], weight.shape[1]))
 
 
@@ -119,15 +110,11 @@ def _dgrad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if need_weight:
         dw = ops.grouped_matmul_wgrad(grad, grad_output, group_list, ctx.type, ctx.by_columns)
     dy = ops.grouped_matmul(grad, weight, group_list, None, ctx.type) if need_grad else None
-    return dy, dw, None, None
+    return dy, dw
 
 
 def _wgrad_fake(
-    x: Tensor,
-    grad_output: Tensor,
-    group_list: Tensor,
-    group_list_type: int = 0,
-    transposed: bool = False,
+    x: Tensor, grad_output: Tensor, group_list: Tensor, group_list_type: int, transposed: bool
 ) -> Tensor:
     groups, k, n = group_list.shape[0], x.shape[1], grad_output.shape[1]
     return (
@@ -147,13 +134,10 @@ def _wgrad_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return (
         ops.grouped_matmul_dgrad(grad_output, grad, group_list, ctx.type) if need_x else None,
         ops.grouped_matmul(x, grad, group_list, None, ctx.type) if need_grad else None,
-        None,
-        None,
-        None,
     )
 
 
-def _bias_grad_fake(grad_output: Tensor, group_list: Tensor, group_list_type: int = 0) -> Tensor:
+def _bias_grad_fake(grad_output: Tensor, group_list: Tensor, *_: Any) -> Tensor:
     return grad_output.new_empty(
         (group_list.shape[0], grad_output.shape[1]), dtype=compute_dtype(grad_output.dtype)
     )
@@ -162,13 +146,7 @@ def _bias_grad_fake(grad_output: Tensor, group_list: Tensor, group_list_type: in
 # ---- a list of weights
 
 
-def _list_fake(
-    x: Tensor,
-    weight: list[Tensor],
-    group_list: Tensor,
-    bias: list[Tensor],
-    group_list_type: int = 0,
-) -> Tensor:
+def _list_fake(x: Tensor, weight: list[Tensor], *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], weight[0].shape[1]))
 
 
@@ -194,26 +172,19 @@ def _list_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if ctx.biases and any(need_bias):
         db = list(ops.grouped_matmul_bias_grad(grad, group_list, ctx.type))
     dx = ops.grouped_matmul_list_dgrad(grad, weight, group_list, ctx.type) if need_x else None
-    # torch drops a trailing argument that has its default, and wants a gradient for each that is left.
-    return (dx, dw, None, db, None)[: len(ctx.needs_input_grad)]
+    return dx, dw, None, db
 
 
-def _list_dgrad_fake(
-    grad_output: Tensor, weight: list[Tensor], group_list: Tensor, group_list_type: int = 0
-) -> Tensor:
+def _list_dgrad_fake(grad_output: Tensor, weight: list[Tensor], *_: Any) -> Tensor:
     return grad_output.new_empty((grad_output.shape[0], weight[0].shape[0]))
 
 
 def _list_wgrad_fake(
-    x: Tensor,
-    grad_output: Tensor,
-    group_list: Tensor,
-    group_list_type: int = 0,
-    transposed: bool = False,
+    x: Tensor, grad_output: Tensor, group_list: Tensor, group_list_type: int, transposed: bool
 ) -> list[Tensor]:
     k, n = x.shape[1], grad_output.shape[1]
     return [
-        x.new_empty((n, k)).transpose(0, 1) if transposed else x.new_empty((k, n))
+        x.new_empty((n, k)).mT if transposed else x.new_empty((k, n))
         for _ in range(group_list.shape[0])
     ]
 

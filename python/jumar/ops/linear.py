@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
-    NAMESPACES,
+    calls_operator,
     forbid_autograd,
+    on_card,
     register_autocast,
     register_autograd,
     register_fake,
-    resolve,
 )
 
 
+@calls_operator
 def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``y[.., o] = sum_i input[.., i] * weight[o, i] + bias[o]``, summed in fp32 and rounded once.
 
@@ -31,12 +32,11 @@ def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     Raises:
         RuntimeError: sizes or dtypes do not fit.
     """
-    return resolve("npu_linear", input)(input, weight, bias)
 
 
+@calls_operator
 def npu_linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`npu_linear` for input and weight: ``grad · W`` [.., I] and ``gradᵀ · input`` [O, I]."""
-    return resolve("npu_linear_backward", input)(grad, input, weight)
 
 
 def _check(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -50,7 +50,7 @@ def _check(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def _fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _fake(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _check("npu_linear", input, weight, bias)
     return input.new_empty((*input.shape[:-1], weight.shape[0]))
 
@@ -75,7 +75,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     input, weight = ctx.saved_tensors
     # torch drops a trailing argument that has its default.
     need_input, need_weight, need_bias = (*ctx.needs_input_grad, False)[:3]
-    if grad.device.type == "npu" and "npu" not in NAMESPACES:
+    if on_card(grad):
         dx, dw = (grad @ weight if need_input else None), None
         if need_weight:
             dw = grad.flatten(0, -2).T @ input.flatten(0, -2)

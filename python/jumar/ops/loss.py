@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
+    calls_operator,
     compute_dtype,
     forbid_autograd,
     register_autocast,
     register_autograd,
     register_fake,
-    resolve,
 )
 
 #: Up to so many logits are kept for the backward (kKeptLogits in src/kernels/loss/linear_cross_entropy.h).
@@ -66,6 +66,7 @@ def linear_cross_entropy(
     return loss if divisor is None else loss / divisor
 
 
+@calls_operator
 def npu_cross_entropy_loss(
     input: Tensor,
     target: Tensor,
@@ -91,18 +92,9 @@ def npu_cross_entropy_loss(
     Raises:
         RuntimeError: sizes or dtypes do not fit, a target is out of range (-100 is), or a z-loss is asked for.
     """
-    return resolve("npu_cross_entropy_loss", input)(
-        input,
-        target,
-        weight,
-        reduction,
-        ignore_index,
-        label_smoothing,
-        lse_square_scale_for_zloss,
-        return_zloss,
-    )
 
 
+@calls_operator
 def npu_cross_entropy_loss_backward(
     grad_loss: Tensor,
     log_prob: Tensor,
@@ -116,18 +108,6 @@ def npu_cross_entropy_loss_backward(
     lse_square_scale_for_zloss: float = 0.0,
 ) -> Tensor:
     """Gradient of :func:`npu_cross_entropy_loss` for its input: shape of log_prob, dtype of grad_loss."""
-    return resolve("npu_cross_entropy_loss_backward", log_prob)(
-        grad_loss,
-        log_prob,
-        target,
-        weight,
-        grad_zloss,
-        lse_for_zloss,
-        reduction,
-        ignore_index,
-        label_smoothing,
-        lse_square_scale_for_zloss,
-    )
 
 
 def _check_reduction(op: str, reduction: str) -> None:
@@ -136,9 +116,8 @@ def _check_reduction(op: str, reduction: str) -> None:
 
 
 def _fake(
-    input: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-    ignore_index: int = -100, reduction: str = "mean", *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    input: Tensor, weight: Tensor, target: Tensor, bias: Any, ignore_index: int, reduction: str, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     op = "linear_cross_entropy"
     _check_reduction(op, reduction)
     if weight.dim() != 2 or input.dim() < 1 or input.shape[-1] != weight.shape[1]:
@@ -178,31 +157,25 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    none = (None,) * len(ctx.needs_input_grad)
-    if grad is None:
-        return none
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     input, weight, target, bias, lse, logits = ctx.saved_tensors
-    defaults = (-100, "mean", 0.0, 0.0)
-    options = (*ctx.options, *defaults[len(ctx.options) :])
     # torch drops trailing arguments that have their defaults.
     need_input, need_weight, _, need_bias = (*ctx.needs_input_grad, False)[:4]
     need_bias = need_bias and bias is not None
     needs = (need_input, need_weight, need_bias)
     dinput, dweight, dbias = torch.ops.jumar.linear_cross_entropy_backward(
-        grad, input, weight, target, bias, lse, logits, *options, *needs
+        grad, input, weight, target, bias, lse, logits, *ctx.options, *needs
     )
-    grads = (
+    return (
         dinput if need_input else None,
         dweight if need_weight else None,
         None,
         dbias if need_bias else None,
     )
-    return (*grads, *none)[: len(none)]
 
 
 def _vendor_fake(
-    input: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean", *rest: Any
+    input: Tensor, target: Tensor, weight: Tensor | None, reduction: str, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """``rest``: ignore_index, label_smoothing, and the two arguments of the z-loss."""
     op = "npu_cross_entropy_loss"
@@ -228,11 +201,8 @@ def _vendor_backward_fake(
 
 
 def _vendor_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, target, *options = inputs
-    ctx.weight, ctx.reduction, ctx.ignore_index, ctx.label_smoothing = (
-        *options,
-        *(None, "mean", -100, 0.0)[len(options) :],
-    )[:4]
+    _, target, ctx.weight, *options = inputs
+    ctx.options = options[:3]  # reduction, ignore_index, label_smoothing
     _, log_prob, zloss, lse = output
     ctx.save_for_backward(target, log_prob)
     ctx.mark_non_differentiable(zloss, lse)
@@ -241,15 +211,14 @@ def _vendor_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 def _vendor_backward(
     ctx: Any, grad: Tensor | None, grad_log_prob: Tensor | None, *_: Any
-) -> tuple[Tensor | None, ...]:
+) -> Tensor | None:
     target, log_prob = ctx.saved_tensors
     if not ctx.needs_input_grad[0]:
-        return (None,) * len(ctx.needs_input_grad)
+        return None
     dinput = None
     if grad is not None:
-        options = (ctx.reduction, ctx.ignore_index, ctx.label_smoothing)
         dinput = npu_cross_entropy_loss_backward(
-            grad, log_prob, target, ctx.weight, None, None, *options
+            grad, log_prob, target, ctx.weight, None, None, *ctx.options
         )
     # The vendor's formula drops this gradient without a word.
     if grad_log_prob is not None:
@@ -257,7 +226,7 @@ def _vendor_backward(
         through = wide - log_prob.to(wide.dtype).exp() * wide.sum(-1, keepdim=True)
         dinput = through if dinput is None else through + dinput
         dinput = dinput.to(log_prob.dtype)
-    return (dinput, *(None,) * (len(ctx.needs_input_grad) - 1))
+    return dinput
 
 
 register_fake("linear_cross_entropy", _fake)

@@ -91,19 +91,9 @@ def _empty_like(tensor: Tensor, needed: bool) -> Tensor:
 
 
 def _backward_fake(
-    grad: Tensor,
-    hidden: Tensor,
-    ids: Tensor,
-    probs: Tensor,
-    gate_up: list[Tensor],
-    down: list[Tensor],
-    up: list[Tensor],
-    saved: Tensor,
-    need_hidden: bool,
-    need_probs: bool,
-    need_gate_up: bool,
-    need_down: bool,
-) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+    grad: Tensor, hidden: Tensor, ids: Tensor, probs: Tensor, gate_up: list[Tensor], down: list[Tensor],
+    up: list[Tensor], saved: Tensor, need_hidden: bool, need_probs: bool, need_gate_up: bool, need_down: bool,
+) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
     return (
         hidden.new_empty(hidden.shape if need_hidden else (0,)),
         probs.new_empty(probs.shape if need_probs else (0,)),
@@ -121,30 +111,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
     gates, downs, ups = ctx.counts
-    needs = ctx.needs_input_grad
-    if grad is None:
-        return None, None, None, [None] * gates, [None] * downs, [None] * ups, None
     if not ctx.save:
         raise RuntimeError("moe_ffn: called with save=False, which keeps nothing for the backward")
     hidden, ids, probs, saved, *weights = ctx.saved_tensors
     gate_up, down, up = weights[:gates], weights[gates : gates + downs], weights[gates + downs :]
-    need_hidden, _, need_probs, need_gate, need_down, need_up = needs[:6]
+    need_hidden, _, need_probs, need_gate, need_down, need_up, _ = ctx.needs_input_grad
     need_inner, need_outer = any(need_gate) or any(need_up), any(need_down)
+    wanted = (need_hidden, need_probs, need_inner, need_outer)
     dhidden, dprobs, dgate_up, ddown, dup = torch.ops.jumar.moe_ffn_backward(
-        grad,
-        hidden,
-        ids,
-        probs,
-        gate_up,
-        down,
-        up,
-        saved,
-        need_hidden,
-        need_probs,
-        need_inner,
-        need_outer,
+        grad, hidden, ids, probs, gate_up, down, up, saved, *wanted
     )
     return (
         dhidden if need_hidden else None,
@@ -153,7 +130,6 @@ def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Any, ...
         dgate_up if need_inner else [None] * gates,
         ddown if need_outer else [None] * downs,
         dup if need_inner else [None] * ups,
-        None,
     )
 
 

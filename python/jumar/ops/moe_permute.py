@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import forbid_autograd, register_autograd, register_fake, resolve
+from jumar.ops._wiring import calls_operator, forbid_autograd, register_autograd, register_fake
 
 
+@calls_operator
 def npu_moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -29,9 +31,9 @@ def npu_moe_token_permute(
     Raises:
         RuntimeError: shapes or dtypes do not fit, an id is negative, or more rows are to be dropped than there are.
     """
-    return resolve("npu_moe_token_permute", tokens)(tokens, indices, num_out_tokens, padded_mode)
 
 
+@calls_operator
 def npu_moe_token_permute_grad(
     tokens: Tensor,
     grad_permuted_tokens: Tensor,
@@ -40,11 +42,9 @@ def npu_moe_token_permute_grad(
     padded_mode: bool = False,
 ) -> Tensor:
     """Gradient of :func:`npu_moe_token_permute`, like tokens. Not differentiable."""
-    return resolve("npu_moe_token_permute_grad", tokens)(
-        tokens, grad_permuted_tokens, indices, sorted_indices, padded_mode
-    )
 
 
+@calls_operator
 def npu_moe_token_permute_grad_v2(
     grad_permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -54,11 +54,9 @@ def npu_moe_token_permute_grad_v2(
     padded_mode: bool = False,
 ) -> Tensor:
     """Gradient of :func:`npu_moe_token_permute` without its inputs: [tokens_size_0, H]. Not differentiable."""
-    return resolve("npu_moe_token_permute_grad_v2", grad_permuted_tokens)(
-        grad_permuted_tokens, sorted_indices, tokens_size_0, tokens_dtype, num_topK, padded_mode
-    )
 
 
+@calls_operator
 def npu_moe_token_unpermute(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -82,11 +80,9 @@ def npu_moe_token_unpermute(
     Raises:
         RuntimeError: shapes or dtypes do not fit, or an index is out of range.
     """
-    return resolve("npu_moe_token_unpermute", permuted_tokens)(
-        permuted_tokens, sorted_indices, probs, padded_mode, restore_shape
-    )
 
 
+@calls_operator
 def npu_moe_token_unpermute_grad(
     permuted_tokens: Tensor,
     grad_unpermuted_tokens: Tensor,
@@ -96,11 +92,9 @@ def npu_moe_token_unpermute_grad(
     restore_shape: list[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`npu_moe_token_unpermute` for permuted_tokens and probs. Not differentiable."""
-    return resolve("npu_moe_token_unpermute_grad", permuted_tokens)(
-        permuted_tokens, grad_unpermuted_tokens, sorted_indices, probs, padded_mode, restore_shape
-    )
 
 
+@calls_operator
 def npu_moe_token_unpermute_grad_v2(
     grad_unpermuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -112,16 +106,6 @@ def npu_moe_token_unpermute_grad_v2(
     permuted_tokens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As :func:`npu_moe_token_unpermute_grad`; permuted_tokens is needed with probs only. Not differentiable."""
-    return resolve("npu_moe_token_unpermute_grad_v2", grad_unpermuted_tokens)(
-        grad_unpermuted_tokens,
-        sorted_indices,
-        permuted_tokens_size_0,
-        permuted_tokens_dtype,
-        probs,
-        padded_mode,
-        restore_shape,
-        permuted_tokens,
-    )
 
 
 def expert_counts(indices: Tensor, num_experts: int) -> Tensor:
@@ -146,7 +130,7 @@ def _no_padding(op: str, padded_mode: bool) -> None:
 
 
 def _permute_fake(
-    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
+    tokens: Tensor, indices: Tensor, num_out_tokens: int | None, padded_mode: bool
 ) -> tuple[Tensor, Tensor]:
     op = "npu_moe_token_permute"
     _no_padding(op, padded_mode)
@@ -185,13 +169,15 @@ def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.save_for_backward(output[1])
 
 
-def _permute_backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _permute_backward(ctx: Any, grad: Tensor, _: Any) -> Tensor:
     (sorted_indices,) = ctx.saved_tensors
-    dtokens = npu_moe_token_permute_grad_v2(grad, sorted_indices, ctx.tokens, ctx.dtype, ctx.top_k)
-    return (dtokens, *(None,) * (len(ctx.needs_input_grad) - 1))
+    return npu_moe_token_permute_grad_v2(grad, sorted_indices, ctx.tokens, ctx.dtype, ctx.top_k)
 
 
-def _unpermuted(op: str, permuted: Tensor, indices: Tensor, probs: Tensor | None) -> Tensor:
+def _unpermute_fake(
+    op: str, permuted: Tensor, indices: Tensor, probs: Tensor | None, padded_mode: bool, *_: Any
+) -> Tensor:
+    _no_padding(op, padded_mode)
     if permuted.dim() != 2:
         raise RuntimeError(
             f"{op}: The dims of input permuted_tokens should be 2 dimensional, got {list(permuted.shape)}"
@@ -202,28 +188,6 @@ def _unpermuted(op: str, permuted: Tensor, indices: Tensor, probs: Tensor | None
         )
     tokens = indices.shape[0] if probs is None else probs.shape[0]
     return permuted.new_empty((tokens, permuted.shape[1]))
-
-
-def _unpermute_fake(
-    permuted: Tensor,
-    indices: Tensor,
-    probs: Tensor | None = None,
-    padded_mode: bool = False,
-    *_: Any,
-) -> Tensor:
-    _no_padding("npu_moe_token_unpermute", padded_mode)
-    return _unpermuted("npu_moe_token_unpermute", permuted, indices, probs)
-
-
-def _inner_unpermute_fake(
-    permuted: Tensor,
-    indices: Tensor,
-    probs: Tensor | None = None,
-    padded_mode: bool = False,
-    *_: Any,
-) -> tuple[Tensor, None]:
-    _no_padding("_npu_moe_token_unpermute", padded_mode)
-    return _unpermuted("_npu_moe_token_unpermute", permuted, indices, probs), None
 
 
 def _unpermute_grad_fake(
@@ -248,7 +212,7 @@ def _unpermute_grad_v2_fake(
 
 def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Keeps the permuted rows only for a gradient of probs."""
-    permuted, indices, probs, *_ = (*inputs, None)
+    permuted, indices, probs, *_ = inputs
     ctx.rows, ctx.dtype = permuted.shape[0], permuted.dtype
     ctx.save_for_backward(indices, probs, None if probs is None else permuted)
 
@@ -258,16 +222,18 @@ def _unpermute_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None,
     dpermuted, dprobs = npu_moe_token_unpermute_grad_v2(
         grad, indices, ctx.rows, ctx.dtype, probs, False, None, permuted
     )
-    grads = (dpermuted, None, dprobs, None, None)
-    return grads[: len(ctx.needs_input_grad)]
+    return dpermuted, None, dprobs
 
 
 for _name, _fake in {
     "npu_moe_token_permute": _permute_fake,
     "npu_moe_token_permute_grad": _permute_grad_fake,
     "npu_moe_token_permute_grad_v2": _permute_grad_v2_fake,
-    "npu_moe_token_unpermute": _unpermute_fake,
-    "_npu_moe_token_unpermute": _inner_unpermute_fake,
+    "npu_moe_token_unpermute": partial(_unpermute_fake, "npu_moe_token_unpermute"),
+    "_npu_moe_token_unpermute": lambda *args: (
+        _unpermute_fake("_npu_moe_token_unpermute", *args),
+        None,
+    ),
     "npu_moe_token_unpermute_grad": _unpermute_grad_fake,
     "npu_moe_token_unpermute_grad_v2": _unpermute_grad_v2_fake,
     "expert_counts": lambda indices, num_experts: indices.new_empty(

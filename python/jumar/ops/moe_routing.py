@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
-    define_composite,
+    calls_operator,
+    define_by_position,
     forbid_autograd,
     register_autograd,
     register_fake,
-    resolve,
 )
 
 
+@calls_operator
 def npu_moe_init_routing(
     x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,9 +32,9 @@ def npu_moe_init_routing(
         (expanded_x, expanded_row_idx [n K], expanded_expert_idx [n K]), the latter two int32: row of each element of
         row_idx, and the sorted ids. Differentiable in x.
     """
-    return resolve("npu_moe_init_routing", x)(x, row_idx, expert_idx, active_num)
 
 
+@calls_operator
 def npu_moe_init_routing_v2(
     x: Tensor, expert_idx: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -49,9 +50,9 @@ def npu_moe_init_routing_v2(
     Returns:
         (expanded_x, expanded_row_idx, counts, expanded_scale), see the page. Differentiable in x.
     """
-    return resolve("npu_moe_init_routing_v2", x)(x, expert_idx, **options)
 
 
+@calls_operator
 def npu_moe_finalize_routing(
     expanded_permuted_rows: Tensor,
     skip1: Tensor | None,
@@ -75,19 +76,9 @@ def npu_moe_finalize_routing(
     Returns:
         [n, H] of the rows' dtype, summed in fp32 (fp64) and rounded once. Differentiable in all floating arguments.
     """
-    return resolve("npu_moe_finalize_routing", expanded_permuted_rows)(
-        expanded_permuted_rows,
-        skip1,
-        skip2,
-        bias,
-        scales,
-        expanded_src_to_dst_row,
-        export_for_source_row,
-        drop_pad_mode,
-        k,
-    )
 
 
+@calls_operator
 def npu_moe_re_routing(
     tokens: Tensor, expert_token_num_per_rank: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -103,7 +94,6 @@ def npu_moe_re_routing(
         (permute_tokens [A, H], permute_per_token_scales, permute_token_idx [A] int32, expert_token_num [E]).
         Differentiable in tokens.
     """
-    return resolve("npu_moe_re_routing", tokens)(tokens, expert_token_num_per_rank, **options)
 
 
 def _init_fake(x: Tensor, row_idx: Tensor, expert_idx: Tensor, active_num: int) -> Any:
@@ -118,9 +108,9 @@ def _init_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _init_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _init_backward(ctx: Any, grad: Tensor, *_: Any) -> Tensor:
     (index,) = ctx.saved_tensors
-    return torch.ops.jumar.moe_init_routing_grad(grad, index, ctx.tokens, True, 0), None, None, None
+    return torch.ops.jumar.moe_init_routing_grad(grad, index, ctx.tokens, True, 0)
 
 
 def _init_v2_fake(
@@ -159,10 +149,9 @@ def _init_v2_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _init_v2_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _init_v2_backward(ctx: Any, grad: Tensor, *_: Any) -> Tensor:
     (index,) = ctx.saved_tensors
-    dx = torch.ops.jumar.moe_init_routing_grad(grad, index, ctx.tokens, False, ctx.row_idx_type)
-    return (dx, *(None,) * 13)
+    return torch.ops.jumar.moe_init_routing_grad(grad, index, ctx.tokens, False, ctx.row_idx_type)
 
 
 def _init_grad_fake(grad: Tensor, index: Tensor, tokens: int, *_: Any) -> Tensor:
@@ -174,40 +163,9 @@ def _no_gradient(op: str, name: str, value: Tensor | None) -> None:
         raise RuntimeError(f"{op}: {name} has no gradient, but requires one")
 
 
-def _init_v2(
-    x: Tensor,
-    expert_idx: Tensor,
-    *,
-    scale: Tensor | None = None,
-    offset: Tensor | None = None,
-    active_num: int = -1,
-    expert_capacity: int = -1,
-    expert_num: int = -1,
-    drop_pad_mode: int = 0,
-    expert_tokens_num_type: int = 0,
-    expert_tokens_num_flag: bool = False,
-    quant_mode: int = -1,
-    active_expert_range: list[int] | tuple[()] = (),
-    row_idx_type: int = 0,
-    x_dtype: int | None = None,
-) -> Any:
+def _init_v2(x: Tensor, expert_idx: Tensor, scale: Tensor | None, *options: Any) -> Any:
     _no_gradient("npu_moe_init_routing_v2", "scale", scale)
-    return torch.ops.jumar.moe_init_routing_v2(
-        x,
-        expert_idx,
-        scale,
-        offset,
-        active_num,
-        expert_capacity,
-        expert_num,
-        drop_pad_mode,
-        expert_tokens_num_type,
-        expert_tokens_num_flag,
-        quant_mode,
-        active_expert_range,
-        row_idx_type,
-        x_dtype,
-    )
+    return torch.ops.jumar.moe_init_routing_v2(x, expert_idx, scale, *options)
 
 
 def _finalize_fake(
@@ -218,8 +176,8 @@ def _finalize_fake(
     scales: Tensor | None,
     row_idx: Tensor,
     experts: Tensor | None,
-    drop_pad_mode: int | None = 0,
-    k: int | None = 1,
+    drop_pad_mode: int | None,
+    k: int | None,
 ) -> Tensor:
     top_k = scales.shape[1] if scales is not None else 1 if k is None else k
     return rows.new_empty((row_idx.shape[0] // top_k, rows.shape[-1]))
@@ -245,7 +203,7 @@ def _finalize_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad, rows, bias, scales, row_idx, experts, *ctx.options
     )
     skips = (grad if needed else None for needed in ctx.needs_input_grad[1:3])
-    return (drows, *skips, dbias, dscales, None, None, None, None)
+    return drows, *skips, dbias, dscales
 
 
 def _re_fake(tokens: Tensor, counts: Tensor, scales: Tensor | None, *_: Any) -> Any:
@@ -262,28 +220,13 @@ def _re_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
     ctx.mark_non_differentiable(*output[1:])
 
 
-def _re_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    return torch.ops.jumar.moe_re_routing_grad(grad, *ctx.saved_tensors), *(None,) * 5
+def _re_backward(ctx: Any, grad: Tensor, *_: Any) -> Tensor:
+    return torch.ops.jumar.moe_re_routing_grad(grad, *ctx.saved_tensors)
 
 
-def _re_routing(
-    tokens: Tensor,
-    expert_token_num_per_rank: Tensor,
-    *,
-    per_token_scales: Tensor | None = None,
-    expert_token_num_type: int = 1,
-    idx_type: int = 0,
-    tokens_dtype: int | None = None,
-) -> Any:
-    _no_gradient("npu_moe_re_routing", "per_token_scales", per_token_scales)
-    return torch.ops.jumar.moe_re_routing(
-        tokens,
-        expert_token_num_per_rank,
-        per_token_scales,
-        expert_token_num_type,
-        idx_type,
-        tokens_dtype,
-    )
+def _re_routing(tokens: Tensor, counts: Tensor, scales: Tensor | None, *options: Any) -> Any:
+    _no_gradient("npu_moe_re_routing", "per_token_scales", scales)
+    return torch.ops.jumar.moe_re_routing(tokens, counts, scales, *options)
 
 
 for _name, _fake in {
@@ -303,14 +246,14 @@ register_autograd("moe_re_routing", _re_backward, _re_setup)
 for _name in ("moe_init_routing_grad", "moe_finalize_routing_grad", "moe_re_routing_grad"):
     forbid_autograd(_name)
 
-define_composite(
+define_by_position(
     "npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, "
     "int active_num=-1, int expert_capacity=-1, int expert_num=-1, int drop_pad_mode=0, "
     "int expert_tokens_num_type=0, bool expert_tokens_num_flag=False, int quant_mode=-1, "
     "int[2] active_expert_range=[], int row_idx_type=0, int? x_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _init_v2,
 )
-define_composite(
+define_by_position(
     "npu_moe_re_routing(Tensor tokens, Tensor expert_token_num_per_rank, *, Tensor? per_token_scales=None, "
     "int expert_token_num_type=1, int idx_type=0, int? tokens_dtype=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _re_routing,

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
-    define_composite,
+    calls_operator,
+    define_by_position,
     forbid_autograd,
     register_autograd,
     register_fake,
-    resolve,
 )
 
 
+@calls_operator
 def npu_moe_token_permute_with_routing_map(
     tokens: Tensor,
     routing_map: Tensor,
@@ -41,15 +42,9 @@ def npu_moe_token_permute_with_routing_map(
     Raises:
         RuntimeError: shapes or dtypes do not fit, or a row of the map has another number of experts.
     """
-    return resolve("npu_moe_token_permute_with_routing_map", tokens)(
-        tokens,
-        routing_map,
-        probs=probs,
-        num_out_tokens=num_out_tokens,
-        drop_and_pad=drop_and_pad,
-    )
 
 
+@calls_operator
 def npu_moe_token_permute_with_routing_map_grad(
     permuted_token_out_grad: Tensor,
     probs_grad: Tensor | None,
@@ -60,17 +55,9 @@ def npu_moe_token_permute_with_routing_map_grad(
     drop_and_pad: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`npu_moe_token_permute_with_routing_map` for tokens and probs. Not differentiable."""
-    return resolve("npu_moe_token_permute_with_routing_map_grad", permuted_token_out_grad)(
-        permuted_token_out_grad,
-        probs_grad,
-        sorted_indices,
-        routing_map,
-        experts_num,
-        tokens_num,
-        drop_and_pad,
-    )
 
 
+@calls_operator
 def npu_moe_token_unpermute_with_routing_map(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -96,16 +83,9 @@ def npu_moe_token_unpermute_with_routing_map(
     Raises:
         RuntimeError: shapes or dtypes do not fit, or an index is out of range.
     """
-    return resolve("npu_moe_token_unpermute_with_routing_map", permuted_tokens)(
-        permuted_tokens,
-        sorted_indices,
-        restore_shape,
-        probs=probs,
-        routing_map=routing_map,
-        drop_and_pad=drop_and_pad,
-    )
 
 
+@calls_operator
 def npu_moe_token_unpermute_with_routing_map_grad(
     unpermuted_tokens_grad: Tensor,
     out_index: Tensor,
@@ -117,16 +97,6 @@ def npu_moe_token_unpermute_with_routing_map_grad(
     restore_shape: list[int],
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of :func:`npu_moe_token_unpermute_with_routing_map`, in the gradient's dtype. Not differentiable."""
-    return resolve("npu_moe_token_unpermute_with_routing_map_grad", unpermuted_tokens_grad)(
-        unpermuted_tokens_grad,
-        out_index,
-        permuted_token_id,
-        routing_map,
-        permuted_tokens,
-        probs,
-        drop_and_pad,
-        restore_shape,
-    )
 
 
 def _permute_fake(
@@ -166,7 +136,7 @@ def _permute_backward(ctx: Any, grad: Tensor, probs_grad: Tensor | None, _: Any)
     dtokens, dprobs = npu_moe_token_permute_with_routing_map_grad(
         grad, probs_grad, index, routing_map, *ctx.sizes, ctx.drop_and_pad
     )
-    return dtokens, None, dprobs, None, None
+    return dtokens, None, dprobs
 
 
 def _unpermute_fake(
@@ -205,32 +175,7 @@ def _unpermute_backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
     dpermuted, dprobs = npu_moe_token_unpermute_with_routing_map_grad(
         grad, out_index, ids, routing_map, permuted, probs, ctx.drop_and_pad, ctx.shape
     )
-    return dpermuted, None, None, dprobs, None, None
-
-
-def _permute(
-    tokens: Tensor,
-    routing_map: Tensor,
-    *,
-    probs: Tensor | None = None,
-    num_out_tokens: int | None = None,
-    drop_and_pad: bool = False,
-) -> Any:
-    return torch.ops.jumar.moe_permute_map(tokens, routing_map, probs, num_out_tokens, drop_and_pad)
-
-
-def _unpermute(
-    permuted_tokens: Tensor,
-    sorted_indices: Tensor,
-    restore_shape: list[int],
-    *,
-    probs: Tensor | None = None,
-    routing_map: Tensor | None = None,
-    drop_and_pad: bool = False,
-) -> Any:
-    return torch.ops.jumar.moe_unpermute_map(
-        permuted_tokens, sorted_indices, restore_shape, probs, routing_map, drop_and_pad
-    )
+    return dpermuted, None, None, dprobs
 
 
 for _name, _fake in {
@@ -249,12 +194,12 @@ _UNPERMUTE = (
     "npu_moe_token_unpermute_with_routing_map(Tensor permuted_tokens, Tensor sorted_indices, int[] restore_shape, *, "
     "Tensor? probs=None, Tensor? routing_map=None, bool drop_and_pad=False) -> "
 )
-# Tensors behind the star: torch's registration of gradients passes over them, so the operators below it take them
-# in order.
-define_composite(
+define_by_position(
     "npu_moe_token_permute_with_routing_map(Tensor tokens, Tensor routing_map, *, Tensor? probs=None, "
     "int? num_out_tokens=None, bool drop_and_pad=False) -> (Tensor, Tensor, Tensor)",
-    _permute,
+    torch.ops.jumar.moe_permute_map,
 )
-define_composite(f"{_UNPERMUTE}Tensor", lambda *args, **kwargs: _unpermute(*args, **kwargs)[0])
-define_composite(f"_{_UNPERMUTE}(Tensor, Tensor, Tensor, Tensor)", _unpermute)
+define_by_position(f"{_UNPERMUTE}Tensor", lambda *args: torch.ops.jumar.moe_unpermute_map(*args)[0])
+define_by_position(
+    f"_{_UNPERMUTE}(Tensor, Tensor, Tensor, Tensor)", torch.ops.jumar.moe_unpermute_map
+)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import define_composite, resolve
+from jumar.ops._wiring import calls_operator, define_by_position, define_composite
 
 _NAME = "npu_grouped_matmul"
 _ADD = "npu_grouped_matmul_add"
@@ -36,6 +36,7 @@ _ACTIVATION = ", ".join(f"Tensor[]? {name}=None" for name in _QUANTISED[5:])
 _COMMON = "int? split_item=0, int? group_type=None, int? group_list_type=0, int? act_type=0"
 
 
+@calls_operator
 def npu_grouped_matmul(
     x: Sequence[Tensor],
     weight: Sequence[Tensor],
@@ -58,18 +59,9 @@ def npu_grouped_matmul(
     Returns:
         A list of results in x's dtype, differentiable in x, weight and bias.
     """
-    return resolve(_NAME, x[0])(
-        x,
-        weight,
-        bias=bias,
-        group_list=group_list,
-        split_item=split_item,
-        group_type=group_type,
-        group_list_type=group_list_type,
-        **options,
-    )
 
 
+@calls_operator
 def npu_grouped_matmul_add(
     input: Tensor,
     x: Tensor,
@@ -91,16 +83,6 @@ def npu_grouped_matmul_add(
     Returns:
         A new tensor; ``torch.ops.npu.npu_grouped_matmul_add_`` writes ``input``. Neither is differentiable.
     """
-    return resolve(_ADD, x)(
-        input,
-        x,
-        weight,
-        group_list,
-        transpose_x=transpose_x,
-        transpose_weight=transpose_weight,
-        group_type=group_type,
-        group_list_type=group_list_type,
-    )
 
 
 def _fail(text: str) -> None:
@@ -307,45 +289,6 @@ def _add_into(
     return sums
 
 
-def _add(
-    input: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    group_list: Tensor,
-    *,
-    transpose_x: bool = True,
-    transpose_weight: bool = False,
-    group_type: int = 2,
-    group_list_type: int | None = 0,
-) -> Tensor:
-    return _add_into(
-        input.clone(),
-        x,
-        weight,
-        group_list,
-        transpose_x,
-        transpose_weight,
-        group_type,
-        group_list_type,
-    )
-
-
-def _add_in_place(
-    input: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    group_list: Tensor,
-    *,
-    transpose_x: bool = True,
-    transpose_weight: bool = False,
-    group_type: int = 2,
-    group_list_type: int | None = 0,
-) -> Tensor:
-    return _add_into(
-        input, x, weight, group_list, transpose_x, transpose_weight, group_type, group_list_type
-    )
-
-
 define_composite(
     f"{_NAME}(Tensor[] x, Tensor[] weight, *, Tensor[]? bias=None, {_LISTS}, Tensor? group_list=None, {_ACTIVATION}, "
     f"{_COMMON}, int[]? tuning_config=None, int? output_dtype=None, "
@@ -362,5 +305,8 @@ _ARGUMENTS = (
     "Tensor x, Tensor weight, Tensor group_list, *, bool transpose_x=True, bool transpose_weight=False, "
     "int group_type=2, int? group_list_type=0"
 )
-define_composite(f"{_ADD}(Tensor input, {_ARGUMENTS}) -> Tensor", _add)
-define_composite(f"{_ADD}_(Tensor(a!) input, {_ARGUMENTS}) -> Tensor(a!)", _add_in_place)
+define_by_position(
+    f"{_ADD}(Tensor input, {_ARGUMENTS}) -> Tensor",
+    lambda input, *rest: _add_into(input.clone(), *rest),
+)
+define_by_position(f"{_ADD}_(Tensor(a!) input, {_ARGUMENTS}) -> Tensor(a!)", _add_into)

@@ -84,6 +84,11 @@ def _out(*arguments: Any, out: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor
 define_composite(f"{_NAME}({_SCALARS}) -> (Tensor, Tensor, Tensor)", _functional)
 define_composite(f"{_NAME}.out({_SCALARS}, *, Tensor[] out) -> (Tensor, Tensor, Tensor)", _out)
 
+#: What :mod:`jumar.optim` calls; see docs/optim.md.
+adamw_ = torch.ops.jumar.adamw_
+grad_power_sums = torch.ops.jumar.grad_power_sums
+scale_grads_ = torch.ops.jumar.scale_grads_
+
 register_in_place("adamw_", (0, 2, 3, 4, 6))
 register_in_place("apply_adam_w_", (0, 1, 2))
 register_in_place("scale_grads_", (0,))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
+    calls_operator,
     compute_dtype,
     forbid_autograd,
     register_autograd,
@@ -19,6 +20,7 @@ from jumar.ops._wiring import (
 )
 
 
+@calls_operator
 def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     """``y = input * rstd * gamma``, ``rstd = (mean(input^2) + epsilon)^-1/2`` over gamma's trailing dimensions.
 
@@ -33,23 +35,23 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[T
     Raises:
         RuntimeError: gamma does not match the trailing dimensions of input, or dtypes do not go together.
     """
-    return resolve("npu_rms_norm", input)(input, gamma, epsilon)
 
 
+@calls_operator
 def npu_rms_norm_backward(
     dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Gradients of :func:`npu_rms_norm`: dinput like input, and dgamma [n..] in fp32 (fp64 for fp64)."""
-    return resolve("npu_rms_norm_backward", input)(dy, input, gamma, rstd)
 
 
+@calls_operator
 def npu_gemma_rms_norm(
     input: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
     """:func:`npu_rms_norm` with a zero-centred weight: ``y = input * rstd * (1 + gamma)``. Differentiable here."""
-    return resolve("npu_gemma_rms_norm", input)(input, gamma, epsilon)
 
 
+@calls_operator
 def npu_add_rms_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,7 +59,6 @@ def npu_add_rms_norm(
 
     x1 and x2 have one shape and dtype. y and x are differentiable here (the vendor's operator is not).
     """
-    return resolve("npu_add_rms_norm", x1)(x1, x2, gamma, epsilon)
 
 
 def rms_norm_gated(
@@ -91,7 +92,7 @@ def _check_gamma(op: str, x: Tensor, gamma: Tensor) -> None:
 
 
 def _norm_fake(op: str) -> Any:
-    def fake(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+    def fake(input: Tensor, gamma: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         _check_gamma(op, input, gamma)
         return _like(input), _rstd(input, gamma)
 
@@ -107,12 +108,10 @@ def _norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -
 
 
 def _norm_backward(op: str) -> Any:
-    def backward(ctx: Any, dy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dy is None:
-            return None, None, None
+    def backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, Tensor]:
         x, gamma, rstd = ctx.saved_tensors
         dx, dgamma = resolve(op, x)(dy, x, gamma, rstd)
-        return dx, dgamma.to(gamma.dtype), None
+        return dx, dgamma.to(gamma.dtype)
 
     return backward
 
@@ -128,7 +127,7 @@ for _op, _backward in (
 
 
 def _add_fake(
-    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
+    x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_gamma("npu_add_rms_norm", x1, gamma)
     return _like(x1), _rstd(x1, gamma), _like(x1)
@@ -147,12 +146,12 @@ def _add_backward(
 ) -> tuple[Tensor | None, ...]:
     x, gamma, rstd = ctx.saved_tensors
     if dy is None:
-        return dx, dx, None, None
+        return dx, dx
     if dx is None:
         grad, dgamma = torch.ops.jumar.npu_rms_norm_backward(dy, x, gamma, rstd)
     else:
         grad, dgamma = torch.ops.jumar.add_rms_norm_backward(dy, dx, x, gamma, rstd)
-    return grad, grad, dgamma.to(gamma.dtype), None
+    return grad, grad, dgamma.to(gamma.dtype)
 
 
 register_fake("npu_add_rms_norm", _add_fake)
@@ -162,18 +161,16 @@ forbid_autograd("add_rms_norm_backward")
 
 
 def _gated_fake(
-    input: Tensor, gate: Tensor, gamma: Tensor, epsilon: float = 1e-6
+    input: Tensor, gate: Tensor, gamma: Tensor, epsilon: float
 ) -> tuple[Tensor, Tensor]:
     _check_gamma("rms_norm_gated", input, gamma)
     return _like(input), _rstd(input, gamma)
 
 
-def _gated_backward(ctx: Any, dy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    if dy is None:
-        return None, None, None, None
+def _gated_backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, ...]:
     x, gate, gamma, rstd = ctx.saved_tensors
     dx, dgate, dgamma = torch.ops.jumar.rms_norm_gated_backward(dy, x, gate, gamma, rstd)
-    return dx, dgate, dgamma.to(gamma.dtype), None
+    return dx, dgate, dgamma.to(gamma.dtype)
 
 
 register_fake("rms_norm_gated", _gated_fake)

@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import forbid_autograd, register_autograd, register_fake, resolve
+from jumar.ops._wiring import (
+    calls_operator,
+    forbid_autograd,
+    register_autograd,
+    register_fake,
+)
 
 
+@calls_operator
 def npu_rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
@@ -29,14 +35,13 @@ def npu_rotary_mul(
     Raises:
         RuntimeError: shapes, dtypes or the mode do not fit, or rotate is given and a gradient is required.
     """
-    return resolve("npu_rotary_mul", input)(input, r1, r2, rotary_mode, rotate)
 
 
+@calls_operator
 def npu_rotary_mul_backward(
     grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`npu_rotary_mul`: of input (like grad), of r1 and of r2 (in their shapes and dtypes)."""
-    return resolve("npu_rotary_mul_backward", input)(grad, input, r1, r2, rotary_mode)
 
 
 def _check(op: str, input: Tensor, r1: Tensor, r2: Tensor, mode: str) -> None:
@@ -55,9 +60,7 @@ def _check(op: str, input: Tensor, r1: Tensor, r2: Tensor, mode: str) -> None:
             raise RuntimeError(f"{op}: the last dimension must be even, got {width}")
 
 
-def _fake(
-    input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
-) -> Tensor:
+def _fake(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rotate: Tensor | None) -> Tensor:
     _check("npu_rotary_mul", input, r1, r2, rotary_mode)
     return torch.empty_like(input)
 
@@ -75,8 +78,7 @@ def _dx_fake(grad: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") ->
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    # torch drops trailing arguments that have their defaults.
-    input, r1, r2, ctx.mode, rotate = (*inputs, *("half", None)[len(inputs) - 3 :])
+    input, r1, r2, ctx.mode, rotate = inputs
     if rotate is not None and any(ctx.needs_input_grad):
         raise RuntimeError(
             "npu_rotary_mul: rotate is given, but the gradient is implemented without rotate only"
@@ -86,12 +88,11 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(input if ctx.tables else None, r1, r2)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> Any:
     input, r1, r2 = ctx.saved_tensors
     if ctx.tables:
-        op = resolve("npu_rotary_mul_backward", grad)
-        return (*op(grad, input, r1, r2, ctx.mode), None, None)
-    return torch.ops.jumar.rotary_mul_backward(grad, r1, r2, ctx.mode), None, None, None, None
+        return npu_rotary_mul_backward(grad, input, r1, r2, ctx.mode)
+    return torch.ops.jumar.rotary_mul_backward(grad, r1, r2, ctx.mode)
 
 
 register_fake("npu_rotary_mul", _fake)

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
+    calls_operator,
     compute_dtype,
-    define_composite,
+    define_by_position,
     forbid_autograd,
     register_autograd,
     register_fake,
-    resolve,
 )
 
 
@@ -65,6 +65,7 @@ def router_top_k(
     )  # fmt: skip
 
 
+@calls_operator
 def npu_moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None = None, k: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,9 +80,9 @@ def npu_moe_gating_top_k_softmax(
         (y [.., k] in x's dtype, expert_idx [.., k] int32, row_idx [.., k] int32). Entry j of row r of row_idx is
         j * rows + r, with the rows of a 3-D x counted through. y is differentiable in x (not so on the card).
     """
-    return resolve("npu_moe_gating_top_k_softmax", x)(x, finished, k)
 
 
+@calls_operator
 def npu_moe_gating_top_k_softmax_v2(
     x: Tensor,
     *,
@@ -96,11 +97,9 @@ def npu_moe_gating_top_k_softmax_v2(
         (y [.., k] in x's dtype, expert_idx [.., k] int32, softmax [.., E] in fp32 (fp64 for fp64) when ``renorm`` is 0
         and ``output_softmax``, else [0]). y and softmax are differentiable in x (not so on the card).
     """
-    return resolve("npu_moe_gating_top_k_softmax_v2", x)(
-        x, k=k, finished=finished, renorm=renorm, output_softmax=output_softmax
-    )
 
 
+@calls_operator
 def npu_moe_gating_top_k(
     x: Tensor,
     k: int,
@@ -134,13 +133,9 @@ def npu_moe_gating_top_k(
         (y [.., k] in x's dtype, expert_idx [.., k] int32, normOut [.., E] in fp32 (fp64 for fp64), the scores).
         Differentiable in x through y and normOut.
     """
-    return resolve("npu_moe_gating_top_k", x)(
-        x, k, bias=bias, input_ids=input_ids, tid2eid=tid2eid, k_group=k_group, group_count=group_count,
-        group_select_mode=group_select_mode, renorm=renorm, norm_type=norm_type, out_flag=out_flag,
-        routed_scaling_factor=routed_scaling_factor, eps=eps,
-    )  # fmt: skip
 
 
+@calls_operator
 def npu_moe_gating_top_k_backward(
     x_norm: Tensor,
     grad_y: Tensor,
@@ -152,10 +147,6 @@ def npu_moe_gating_top_k_backward(
     eps: float = 1e-20,
 ) -> Tensor:
     """Gradient of :func:`npu_moe_gating_top_k` for x from normOut: shape of x_norm, dtype of grad_y."""
-    return resolve("npu_moe_gating_top_k_backward", x_norm)(
-        x_norm, grad_y, expertIdx, renorm=renorm, norm_type=norm_type,
-        routed_scaling_factor=routed_scaling_factor, eps=eps,
-    )  # fmt: skip
 
 
 def _rows(x: Tensor, cols: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -163,7 +154,7 @@ def _rows(x: Tensor, cols: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def _fake(logits: Tensor, k: int, *options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    wide_weights, output_scores = (*options, *(False,) * (11 - len(options)))[-2:]
+    *_, wide_weights, output_scores = options
     if logits.dim() < 1 or not 0 <= k <= logits.shape[-1]:
         raise RuntimeError(f"router_top_k: k = {k} does not fit logits {list(logits.shape)}")
     wide = compute_dtype(logits.dtype)
@@ -186,26 +177,11 @@ def _save(ctx: Any, logits: Tensor, indices: Tensor, *others: Tensor | None) -> 
     ctx.set_materialize_grads(False)
 
 
-def _grads(ctx: Any, dlogits: Tensor | None) -> tuple[Tensor | None, ...]:
-    return (dlogits, *(None,) * (len(ctx.needs_input_grad) - 1))
-
-
 def _backward(
     ctx: Any, grad_weights: Tensor | None, _: None, grad_scores: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if grad_weights is None and grad_scores is None:
-        return _grads(ctx, None)
-    return _grads(
-        ctx,
-        torch.ops.jumar.router_top_k_backward(
-            grad_weights,
-            grad_scores,
-            *ctx.saved_tensors,
-            ctx.scoring,
-            ctx.renorm,
-            ctx.scale,
-            ctx.eps,
-        ),
+) -> Tensor:
+    return torch.ops.jumar.router_top_k_backward(
+        grad_weights, grad_scores, *ctx.saved_tensors, ctx.scoring, ctx.renorm, ctx.scale, ctx.eps
     )
 
 
@@ -217,7 +193,7 @@ def _check_vendor(op: str, x: Tensor, k: int) -> None:
 
 
 def _softmax_fake(
-    x: Tensor, finished: Tensor | None = None, k: int = 1
+    x: Tensor, finished: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_vendor("npu_moe_gating_top_k_softmax", x, k)
     return _rows(x, k), _rows(x, k, torch.int32), _rows(x, k, torch.int32)
@@ -227,20 +203,12 @@ def _softmax_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     _save(ctx, inputs[0], output[1], output[2])
 
 
-def _softmax_backward(ctx: Any, grad_y: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
-    if grad_y is None:
-        return _grads(ctx, None)
-    backward = torch.ops.jumar.npu_moe_gating_top_k_softmax_backward
-    return _grads(ctx, backward(grad_y, *ctx.saved_tensors))
+def _softmax_backward(ctx: Any, grad_y: Tensor, *_: None) -> Tensor:
+    return torch.ops.jumar.npu_moe_gating_top_k_softmax_backward(grad_y, *ctx.saved_tensors)
 
 
 def _v2(
-    x: Tensor,
-    *,
-    k: int = 1,
-    finished: Tensor | None = None,
-    renorm: int | None = 0,
-    output_softmax: bool | None = False,
+    x: Tensor, k: int, finished: Tensor | None, renorm: int | None, output_softmax: bool | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.ops.jumar.moe_gating_top_k_softmax_v2(
         x, k, finished, renorm or 0, bool(output_softmax)
@@ -266,37 +234,21 @@ def _v2_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 
 def _v2_backward(
     ctx: Any, grad_y: Tensor | None, _: None, grad_softmax: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    if grad_y is None and grad_softmax is None:
-        return _grads(ctx, None)
+) -> Tensor:
     backward = torch.ops.jumar.npu_moe_gating_top_k_softmax_v2_backward
-    return _grads(ctx, backward(grad_y, grad_softmax, *ctx.saved_tensors, ctx.renorm))
+    return backward(grad_y, grad_softmax, *ctx.saved_tensors, ctx.renorm)
 
 
 def _gating(
-    x: Tensor,
-    k: int,
-    *,
-    bias: Tensor | None = None,
-    input_ids: Tensor | None = None,
-    tid2eid: Tensor | None = None,
-    k_group: int = 1,
-    group_count: int = 1,
-    group_select_mode: int = 0,
-    renorm: int = 0,
-    norm_type: int = 0,
-    out_flag: bool = False,
-    routed_scaling_factor: float = 1.0,
-    eps: float = 1e-20,
+    x: Tensor, k: int, bias: Tensor | None, input_ids: Tensor | None, tid2eid: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     for name, value in (("input_ids", input_ids), ("tid2eid", tid2eid)):
         if value is not None:
             raise RuntimeError(
                 f"npu_moe_gating_top_k: hash routing is not supported, got {name} {list(value.shape)}"
             )
-    return torch.ops.jumar.moe_gating_top_k(
-        x, k, bias, k_group, group_count, group_select_mode, renorm, norm_type, routed_scaling_factor, eps
-    )  # fmt: skip
+    *choice, _, scale, eps = options  # out_flag: the scores are returned in any case
+    return torch.ops.jumar.moe_gating_top_k(x, k, bias, *choice, scale, eps)
 
 
 def _gating_fake(x: Tensor, k: int, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -318,17 +270,15 @@ def _gating_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 def _gating_backward(
     ctx: Any, grad_y: Tensor | None, _: None, grad_norm: Tensor | None
-) -> tuple[Tensor | None, ...]:
+) -> Tensor:
     x, indices, norm_out = ctx.saved_tensors
     if grad_norm is not None:
         sigmoid = ctx.options["norm_type"] == 1
         scoring = "sigmoid" if sigmoid else "softmax"
         scale, eps = ctx.options["routed_scaling_factor"], ctx.options["eps"]
         backward = torch.ops.jumar.router_top_k_backward
-        return _grads(ctx, backward(grad_y, grad_norm, x, indices, scoring, sigmoid, scale, eps))
-    if grad_y is None:
-        return _grads(ctx, None)
-    return _grads(ctx, npu_moe_gating_top_k_backward(norm_out, grad_y, indices, **ctx.options))
+        return backward(grad_y, grad_norm, x, indices, scoring, sigmoid, scale, eps)
+    return npu_moe_gating_top_k_backward(norm_out, grad_y, indices, **ctx.options)
 
 
 def _like_logits(grad_weights: Any, grad_scores: Any, logits: Tensor, *_: Any) -> Tensor:
@@ -352,13 +302,12 @@ register_fake(
     lambda x_norm, grad_y, expertIdx, **_: grad_y.new_empty(x_norm.shape),
 )
 register_autograd("moe_gating_top_k", _gating_backward, _gating_setup)
-# torch cannot differentiate operators with keyword-only tensors: these two call others.
-define_composite(
+define_by_position(
     "npu_moe_gating_top_k_softmax_v2(Tensor x, *, int k=1, Tensor? finished=None, int? renorm=0, "
     "bool? output_softmax=False) -> (Tensor, Tensor, Tensor)",
     _v2,
 )
-define_composite(
+define_by_position(
     "npu_moe_gating_top_k(Tensor x, int k, *, Tensor? bias=None, Tensor? input_ids=None, Tensor? tid2eid=None, "
     "int k_group=1, int group_count=1, int group_select_mode=0, int renorm=0, int norm_type=0, "
     "bool out_flag=False, float routed_scaling_factor=1.0, float eps=1e-20) -> (Tensor, Tensor, Tensor)",

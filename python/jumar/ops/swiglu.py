@@ -7,9 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import NAMESPACES, forbid_autograd, register_autograd, register_fake, resolve
+from jumar.ops._wiring import (
+    calls_operator,
+    forbid_autograd,
+    on_card,
+    register_autograd,
+    register_fake,
+)
 
 
+@calls_operator
 def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     """``silu(A) * B``, where A is the first half of input along `dim` and B the second.
 
@@ -23,12 +30,11 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     Raises:
         RuntimeError: dim is out of range or its size is odd.
     """
-    return resolve("npu_swiglu", input)(input, dim)
 
 
+@calls_operator
 def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
     """Gradient of :func:`npu_swiglu`, like input. Not differentiable."""
-    return resolve("npu_swiglu_backward", input)(grad_output, input, dim)
 
 
 def swiglu_gate_up(gate: Tensor, up: Tensor) -> Tensor:
@@ -40,7 +46,7 @@ def swiglu_gate_up(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         RuntimeError: shapes or dtypes differ.
     """
-    if gate.device.type == "npu" and "npu" not in NAMESPACES:
+    if on_card(gate):
         return torch.ops.npu.npu_swiglu(torch.cat((gate, up), dim=-1), -1)
     return torch.ops.jumar.swiglu_gate_up(gate, up)
 
@@ -63,24 +69,24 @@ def _check_pair(op: str, gate: Tensor, up: Tensor) -> None:
         )
 
 
-def _fake(input: Tensor, dim: int = -1) -> Tensor:
+def _fake(input: Tensor, dim: int) -> Tensor:
     at = _check_packed("npu_swiglu", input, dim)
     return input.new_empty((*input.shape[:at], input.shape[at] // 2, *input.shape[at + 1 :]))
 
 
-def _backward_fake(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
+def _backward_fake(grad_output: Tensor, input: Tensor, dim: int) -> Tensor:
     _check_packed("npu_swiglu_backward", input, dim)
     return input.new_empty(input.shape)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, ctx.dim = (*inputs, -1)[:2]  # torch drops a trailing argument that has its default
+    input, ctx.dim = inputs
     ctx.save_for_backward(input)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _backward(ctx: Any, grad: Tensor) -> Tensor:
     (input,) = ctx.saved_tensors
-    return resolve("npu_swiglu_backward", input)(grad, input, ctx.dim), None
+    return npu_swiglu_backward(grad, input, ctx.dim)
 
 
 register_fake("npu_swiglu", _fake)

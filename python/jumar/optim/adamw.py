@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-import jumar.ops.optimizer  # noqa: F401  registers the operators
+from jumar.ops.optimizer import adamw_
 from jumar.optim.local import is_dtensor, is_plain, memory
 
 _NAME = "jumar.optim.AdamW"
@@ -195,7 +195,7 @@ class AdamW(torch.optim.AdamW):
         used = sorted({g for g, _ in places})
         groups = [self.param_groups[g] for g in used]
         try:
-            torch.ops.jumar.adamw_(
+            adamw_(
                 [memory(p) for p in params],
                 [memory(g) for g in grads],
                 [memory(s["exp_avg"]) for s in states],

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import jumar.ops.optimizer  # noqa: F401  registers the operators
+from jumar.ops.optimizer import grad_power_sums, scale_grads_
 from jumar.optim.local import is_dtensor, is_plain, memory
 
 
@@ -67,7 +67,7 @@ def power_sum(grads: list[Tensor], norm_type: float, groups: Iterable[Any] = ())
     if not grads:
         total = torch.zeros(1, dtype=torch.float64)
     else:
-        sums = torch.ops.jumar.grad_power_sums(locals_, index, len(keys), norm_type)
+        sums = grad_power_sums(locals_, index, len(keys), norm_type)
         for key, at in keys.items():
             for axis in () if key is None else key[1]:
                 _all_reduce(sums[at : at + 1], key[0].get_group(axis), norm_type)
@@ -90,7 +90,7 @@ def scale(grads: list[Tensor], max_norm: float, norm: Tensor) -> None:
     """Multiplies every gradient by ``min(1, max_norm / (norm + 1e-6))``; a factor of 1 changes nothing."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).item()
     if grads and factor != 1.0:
-        torch.ops.jumar.scale_grads_([memory(g) for g in grads], factor)
+        scale_grads_([memory(g) for g in grads], factor)
 
 
 def check_finite(norm: Tensor, norm_type: float) -> None:

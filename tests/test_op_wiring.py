@@ -1,0 +1,64 @@
+"""The functions of jumar.ops against the schemas that they call."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from jumar import ops
+from jumar.ops import _wiring
+
+DECLARED = [f for f in map(vars(ops).get, ops.__all__) if hasattr(f, "__wrapped__")]
+
+
+@pytest.mark.parametrize("function", DECLARED, ids=lambda f: f.__name__)
+def test_signatures_are_the_schemas(function):
+    schema = getattr(torch.ops.jumar, function.__name__).default._schema
+    arguments = {a.name: a for a in schema.arguments}
+    parameters = inspect.signature(function).parameters
+    assert len(DECLARED) > 30
+    for p in parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            continue
+        argument = arguments.pop(p.name)
+        assert argument.kwarg_only == (p.kind is p.KEYWORD_ONLY)
+        assert argument.has_default_value() == (p.default is not p.empty)
+        if argument.has_default_value():
+            assert argument.default_value == p.default, p.name
+    # what is left goes in by name, through **options
+    assert not arguments or "options" in parameters or "rest" in parameters
+    order = [a.name for a in schema.arguments if not a.kwarg_only]
+    assert order == [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def test_arguments_by_name_in_any_order():
+    x, gamma = torch.randn(3, 8), torch.randn(8)
+    want = ops.npu_rms_norm(x, gamma, 1e-6)[0]
+    assert torch.equal(ops.npu_rms_norm(gamma=gamma, input=x)[0], want)
+    tokens, ids = torch.randn(2, 3), torch.tensor([[0, 1], [1, 0]])
+    permuted, rows = ops.npu_moe_token_permute(tokens, padded_mode=False, indices=ids)
+    back = ops.npu_moe_token_unpermute(permuted, rows, restore_shape=None)
+    assert torch.equal(back, tokens.repeat_interleave(2, 0))
+    for wrong in ({}, {"gama": gamma}, {"gamma": gamma, "epsilon": 1e-6, "eps": 1e-6}):
+        with pytest.raises(TypeError, match="npu_rms_norm"):
+            ops.npu_rms_norm(x, **wrong)
+
+
+def test_a_tensor_of_the_card_goes_to_the_cards_operator(monkeypatch):
+    calls = []
+
+    class Vendor:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: calls.append((name, args, kwargs))
+
+    monkeypatch.setattr(_wiring, "on_card", lambda first: True)
+    monkeypatch.setattr(torch.ops, "npu", Vendor())
+    x, gamma = torch.empty(2, 4, device="meta"), torch.empty(4, device="meta")
+    ops.npu_rms_norm(gamma=gamma, input=x)
+    assert calls.pop() == ("npu_rms_norm", (x, gamma, 1e-6), {})
+    ops.npu_moe_gating_top_k_softmax_v2(x, k=2)
+    assert calls.pop() == ("npu_moe_gating_top_k_softmax_v2", (x,), {"k": 2})
+    ops.npu_grouped_matmul([x], [gamma], group_type=0)
+    assert calls.pop() == ("npu_grouped_matmul", ([x], [gamma]), {"group_type": 0})
