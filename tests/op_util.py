@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import pytest
 import torch
 from torch import Tensor
+
+from jumar._load import NAMESPACES
 
 FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 HALF_DTYPES = [torch.bfloat16, torch.float16]
@@ -80,3 +83,44 @@ def check_retain_graph(f: Callable[..., Tensor], *inputs: Tensor) -> None:
         assert torch.equal(leaf.grad, g + g)
         assert torch.equal(leaf.detach(), x)
     assert torch.equal(grad, kept)
+
+
+def check_layouts_and_double_backward(name: str, f: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Every layout of x gives the same bits, gradients add up, and the gradient ``name`` refuses to be differentiated."""
+    want = f(x)
+    for layout in strided_views(x).values():
+        assert torch.equal(f(layout), want)
+    check_retain_graph(f, x)
+    leaf = x.clone().requires_grad_()
+    (dx,) = torch.autograd.grad(f(leaf).square().sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{name}: not differentiable"):
+        dx.sum().backward()
+    f(leaf).sum().backward()  # a stride-0 gradient
+    assert torch.equal(leaf.grad, torch.autograd.grad(f(leaf), leaf, torch.ones_like(want))[0])
+
+
+def check_threads(f: Callable[[], Sequence[Tensor]]) -> None:
+    """The results have the same bits for 1, 2 and 3 threads."""
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(f())
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def expert_ids(
+    tokens: int, top_k: int, experts: int = 5, dtype: torch.dtype = torch.int32, seed: int = 0
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, experts, (tokens, top_k), generator=generator).to(dtype)
+
+
+def assert_schemas(right: dict[str, str]) -> None:
+    """The operators have these schemas, from the bracket on, in every namespace."""
+    for ns in NAMESPACES:
+        for name, schema in right.items():
+            assert str(getattr(getattr(torch.ops, ns), name).default._schema) == f"{ns}::{name}{schema}"

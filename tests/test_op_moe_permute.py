@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -9,15 +11,20 @@ from torch.library import opcheck
 
 import jumar
 from jumar import ops
-from op_util import FLOAT_DTYPES, assert_ulp, check_retain_graph, signed, strided_views
+from op_util import (
+    FLOAT_DTYPES,
+    assert_schemas,
+    assert_ulp,
+    check_retain_graph,
+    check_threads,
+    expert_ids,
+    signed,
+    strided_views,
+)
 
 jm = torch.ops.jumar
 EPS = {torch.float64: 2.0**-53}
-
-
-def ids_of(tokens, top_k, experts=5, dtype=torch.int64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, experts, (tokens, top_k), generator=generator).to(dtype)
+ids_of = partial(expert_ids, dtype=torch.int64)
 
 
 def rows_of(ids):
@@ -212,24 +219,21 @@ def test_opcheck():
 
 
 def test_schemas_are_the_vendors():
-    for ns in jumar._load.NAMESPACES:
-        op = getattr(torch.ops, ns)
-        right = {
-            "npu_moe_token_permute": "(Tensor tokens, Tensor indices, int? num_out_tokens=None, "
-            "bool padded_mode=False) -> (Tensor, Tensor)",
-            "npu_moe_token_permute_grad_v2": "(Tensor grad_permuted_tokens, Tensor sorted_indices, int tokens_size_0, "
-            "ScalarType tokens_dtype, int num_topK, bool padded_mode=False) -> Tensor",
-            "npu_moe_token_unpermute": "(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
-            "bool padded_mode=False, int[]? restore_shape=None) -> Tensor",
-            "_npu_moe_token_unpermute": "(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
-            "bool padded_mode=False, int[]? restore_shape=None) -> "
-            "(Tensor unpermuted_tokens, Tensor permuted_tokens_for_backward)",
-            "npu_moe_token_unpermute_grad_v2": "(Tensor grad_unpermuted_tokens, Tensor sorted_indices, "
-            "int permuted_tokens_size_0, ScalarType permuted_tokens_dtype, Tensor? probs=None, "
-            "bool padded_mode=False, int[]? restore_shape=None, Tensor? permuted_tokens=None) -> (Tensor, Tensor)",
-        }
-        for name, schema in right.items():
-            assert str(getattr(op, name).default._schema) == f"{ns}::{name}{schema}"
+    right = {
+        "npu_moe_token_permute": "(Tensor tokens, Tensor indices, int? num_out_tokens=None, "
+        "bool padded_mode=False) -> (Tensor, Tensor)",
+        "npu_moe_token_permute_grad_v2": "(Tensor grad_permuted_tokens, Tensor sorted_indices, int tokens_size_0, "
+        "ScalarType tokens_dtype, int num_topK, bool padded_mode=False) -> Tensor",
+        "npu_moe_token_unpermute": "(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
+        "bool padded_mode=False, int[]? restore_shape=None) -> Tensor",
+        "_npu_moe_token_unpermute": "(Tensor permuted_tokens, Tensor sorted_indices, Tensor? probs=None, "
+        "bool padded_mode=False, int[]? restore_shape=None) -> "
+        "(Tensor unpermuted_tokens, Tensor permuted_tokens_for_backward)",
+        "npu_moe_token_unpermute_grad_v2": "(Tensor grad_unpermuted_tokens, Tensor sorted_indices, "
+        "int permuted_tokens_size_0, ScalarType permuted_tokens_dtype, Tensor? probs=None, "
+        "bool padded_mode=False, int[]? restore_shape=None, Tensor? permuted_tokens=None) -> (Tensor, Tensor)",
+    }
+    assert_schemas(right)
 
 
 def test_strides_and_expanded_gradients():
@@ -407,16 +411,11 @@ def test_compile_runs_the_operators():
 
 def test_same_bits_for_every_thread_count():
     tokens, probs, ids = torch.randn(900, 65).bfloat16(), torch.rand(900, 4), ids_of(900, 4, 16)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            permuted, rows = ops.npu_moe_token_permute(tokens, ids)
-            out = ops.npu_moe_token_unpermute(permuted, rows, probs)
-            grads = jm.npu_moe_token_unpermute_grad(permuted, tokens, rows, probs)
-            back = jm.npu_moe_token_permute_grad(tokens, permuted, ids, rows)
-            results.append((permuted, rows, out, *grads, back))
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+    def results():
+        permuted, rows = ops.npu_moe_token_permute(tokens, ids)
+        out = ops.npu_moe_token_unpermute(permuted, rows, probs)
+        grads = jm.npu_moe_token_unpermute_grad(permuted, tokens, rows, probs)
+        return permuted, rows, out, *grads, jm.npu_moe_token_permute_grad(tokens, permuted, ids, rows)
+
+    check_threads(results)

@@ -9,7 +9,15 @@ from torch.library import opcheck
 
 import jumar
 from jumar import ops
-from op_util import FLOAT_DTYPES, HALF_DTYPES, assert_ulp, check_retain_graph, signed, strided_views
+from op_util import (
+    FLOAT_DTYPES,
+    HALF_DTYPES,
+    assert_schemas,
+    assert_ulp,
+    check_retain_graph,
+    signed,
+    strided_views,
+)
 
 jm = torch.ops.jumar
 
@@ -243,25 +251,22 @@ def test_the_gradient_of_probs_has_the_dtype_of_the_gradient():
 
 
 def test_schemas_are_the_vendors():
-    for ns in jumar._load.NAMESPACES:
-        op = getattr(torch.ops, ns)
-        right = {
-            "npu_moe_token_permute_with_routing_map": "(Tensor tokens, Tensor routing_map, *, Tensor? probs=None, "
-            "int? num_out_tokens=None, bool drop_and_pad=False) -> (Tensor, Tensor, Tensor)",
-            "npu_moe_token_permute_with_routing_map_grad": "(Tensor permuted_token_out_grad, Tensor? probs_grad, "
-            "Tensor sorted_indices, Tensor routing_map, SymInt experts_num, SymInt tokens_num, bool drop_and_pad) -> "
-            "(Tensor, Tensor)",
-            "npu_moe_token_unpermute_with_routing_map": "(Tensor permuted_tokens, Tensor sorted_indices, "
-            "int[] restore_shape, *, Tensor? probs=None, Tensor? routing_map=None, bool drop_and_pad=False) -> Tensor",
-            "_npu_moe_token_unpermute_with_routing_map": "(Tensor permuted_tokens, Tensor sorted_indices, "
-            "int[] restore_shape, *, Tensor? probs=None, Tensor? routing_map=None, bool drop_and_pad=False) -> "
-            "(Tensor, Tensor, Tensor, Tensor)",
-            "npu_moe_token_unpermute_with_routing_map_grad": "(Tensor unpermuted_tokens_grad, Tensor out_index, "
-            "Tensor permuted_token_id, Tensor? routing_map, Tensor? permuted_tokens, Tensor? probs, "
-            "bool drop_and_pad, int[] restore_shape) -> (Tensor, Tensor)",
-        }
-        for name, schema in right.items():
-            assert str(getattr(op, name).default._schema) == f"{ns}::{name}{schema}"
+    right = {
+        "npu_moe_token_permute_with_routing_map": "(Tensor tokens, Tensor routing_map, *, Tensor? probs=None, "
+        "int? num_out_tokens=None, bool drop_and_pad=False) -> (Tensor, Tensor, Tensor)",
+        "npu_moe_token_permute_with_routing_map_grad": "(Tensor permuted_token_out_grad, Tensor? probs_grad, "
+        "Tensor sorted_indices, Tensor routing_map, SymInt experts_num, SymInt tokens_num, bool drop_and_pad) -> "
+        "(Tensor, Tensor)",
+        "npu_moe_token_unpermute_with_routing_map": "(Tensor permuted_tokens, Tensor sorted_indices, "
+        "int[] restore_shape, *, Tensor? probs=None, Tensor? routing_map=None, bool drop_and_pad=False) -> Tensor",
+        "_npu_moe_token_unpermute_with_routing_map": "(Tensor permuted_tokens, Tensor sorted_indices, "
+        "int[] restore_shape, *, Tensor? probs=None, Tensor? routing_map=None, bool drop_and_pad=False) -> "
+        "(Tensor, Tensor, Tensor, Tensor)",
+        "npu_moe_token_unpermute_with_routing_map_grad": "(Tensor unpermuted_tokens_grad, Tensor out_index, "
+        "Tensor permuted_token_id, Tensor? routing_map, Tensor? permuted_tokens, Tensor? probs, "
+        "bool drop_and_pad, int[] restore_shape) -> (Tensor, Tensor)",
+    }
+    assert_schemas(right)
 
 
 def test_layouts_and_expanded_gradients():
