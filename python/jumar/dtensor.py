@@ -11,12 +11,18 @@ import functools
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
 _R = Replicate()
 # Arguments of router_top_k after logits and k.
 _ROUTER_OPTIONS = 11
+
+
+def local(tensor: Tensor | None) -> Tensor | None:
+    """This rank's part of a DTensor; anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _rows(rank: int, but: tuple[int, ...] = (-1,)) -> list[Shard]:

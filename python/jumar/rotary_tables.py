@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-
-def _local(tensor: Tensor | None) -> Tensor | None:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from jumar.dtensor import local
 
 
 def _rows(cache: Tensor, positions: Tensor | None, length: int) -> Tensor:
@@ -26,15 +24,15 @@ def cos_sin(cache: Tensor, positions: Tensor | None, length: int) -> tuple[Tenso
         positions: [B, L] or [1, L] row numbers, or None for 0 .. length - 1.
         length: L.
     """
-    rows = _rows(_local(cache), _local(positions), length)
+    rows = _rows(local(cache), local(positions), length)
     half = rows.shape[-1] // 2
     return rows[..., :half], rows[..., half:]
 
 
 def complex_pairs(cache: Tensor, positions: Tensor | None, length: int) -> tuple[Tensor, Tensor]:
     """A cache [S, D/2] of complex numbers, for the rotation of neighbours: cos and sin [1 or B, L, 1, D], each twice."""
-    real = torch.view_as_real(_local(cache)).flatten(1)
-    pairs = _rows(real, _local(positions), length).unflatten(-1, (-1, 2))
+    real = torch.view_as_real(local(cache)).flatten(1)
+    pairs = _rows(real, local(positions), length).unflatten(-1, (-1, 2))
     return tuple(pairs[..., part].repeat_interleave(2, dim=-1) for part in (0, 1))
 
 
@@ -43,6 +41,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     from jumar import ops
 
     if isinstance(x, DTensor):
-        y = ops.npu_rotary_mul(x.to_local(), cos, sin, mode)
-        return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
+        y = ops.npu_rotary_mul(x.tolocal(), cos, sin, mode)
+        return DTensor.fromlocal(y, x.device_mesh, x.placements, run_check=False)
     return ops.npu_rotary_mul(x, cos, sin, mode)

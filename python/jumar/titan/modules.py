@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
@@ -108,7 +107,7 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     if positions is not None:
         _maybe_check_max_pos(positions, max_valid_pos=module.cache.shape[0] - 1)
-    length = (query.to_local() if isinstance(query, DTensor) else query).shape[1]
+    length = dtensor.local(query).shape[1]
     cos, sin = tables(module.cache, positions, length)
     return tuple(rotary_tables.rotate(x, cos, sin, mode) for x in (query, key))
 

@@ -12,7 +12,6 @@ from typing import Any
 import spmd_types as spmd
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torchtitan.distributed.spmd_types import current_spmd_mesh, maybe_set_sparse_mesh
 from torchtitan.distributed.utils import get_spmd_backend
 from torchtitan.models.common.linear import Linear
@@ -24,43 +23,29 @@ from torchtitan.models.common.token_dispatcher import (
 )
 
 from jumar import ops
+from jumar.dtensor import local
+from jumar.experts import StackedExperts, route
 from jumar.titan.modules import FusedLinear, adopt_signature
 from jumar.titan.nodes import Converter
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+class FusedGroupedExperts(GroupedExperts, StackedExperts):
+    """Experts by ``grouped_matmul`` and ``swiglu_gate_up``, in the dtype of x.
 
-
-class FusedGroupedExperts(GroupedExperts):
-    """``w2(silu(w1 x) * w3 x)`` of every expert by ``grouped_matmul`` and ``swiglu_gate_up``, in the dtype of x.
-
-    The stacked weights [E, F, D] are multiplied as they lie in memory. The parent rounds to bf16 whatever the dtype,
-    because torch's grouped product knows nothing else.
+    The parent rounds to bf16 whatever the dtype, because torch's grouped product knows nothing else.
     """
+
+    stacks = ("w1_EFD", "w3_EFD", "w2_EDF")
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
         pass
 
-    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """(gate [E, D, F], up [E, D, F], down [E, F, D]): views of this rank's part of the parameters."""
-        parts = (self.w1_EFD, self.w3_EFD, self.w2_EDF)
-        return tuple(_local(part).to(dtype).transpose(1, 2) for part in parts)
-
     @adopt_signature(GroupedExperts)
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         if spmd.is_type_checking():
             return GroupedExperts.forward(self, x, counts)
-        *gate_up, down = self.weights(x.dtype)
-        counts = _local(counts)
-        gated = ops.swiglu_gate_up(*(ops.grouped_matmul(x, w, counts, group_list_type=1) for w in gate_up))
-        return ops.grouped_matmul(gated, down, counts, group_list_type=1)
-
-    def routed(self, x: Tensor, ids: Tensor, scores: Tensor) -> Tensor:
-        """The weighted sum of every token's experts by ``moe_ffn``: x [T, D], ids and scores [T, K] -> [T, D]."""
-        gate, up, down = self.weights(x.dtype)
-        return ops.moe_ffn(x, ids, scores, gate, down, up)
+        return self.grouped(x, local(counts))
 
 
 def _combine(rows: Tensor, metadata: LocalDispatchMetadata, x: Tensor) -> Tensor:
@@ -187,20 +172,7 @@ class FusedRouter(TokenChoiceTopKRouter):
 
     @adopt_signature(TokenChoiceTopKRouter)
     def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        weights, ids, scores = ops.router_top_k(
-            self.gate(x),
-            self.top_k,
-            scoring=self.score_func,
-            renorm=self.route_norm,
-            bias=expert_bias,
-            n_group=self.num_expert_groups or 1,
-            topk_group=self.num_limited_groups or 1,
-            scale=self.route_scale,
-            eps=1e-20,
-            wide_weights=True,
-            output_scores=True,
-        )
-        return weights, ids, scores
+        return route(self, self.gate(x), expert_bias, output_scores=True)
 
 
 class DispatchConverter(Converter):

@@ -24,19 +24,14 @@ def names(converters: Iterable[str]) -> list[tuple[str, bool]]:
 
     found: list[tuple[str, bool]] = []
     for name in converters:
-        own = name.removesuffix("?").strip() if isinstance(name, str) else ""
-        if own in CONVERTERS:
-            optional = name.endswith("?")
-        else:
-            converter, optional = resolve(name)
-            own = converter.name
-        if own not in CONVERTERS:
+        converter, optional = resolve(name)
+        if converter.name not in CONVERTERS:
             raise ConverterError(
-                f"converter {own!r} has no form for torchtitan's models (it has: {', '.join(CONVERTERS)})"
+                f"converter {converter.name!r} has no form for torchtitan's models (it has: {', '.join(CONVERTERS)})"
             )
-        if own in (known for known, _ in found):
-            raise ConverterError(f"converter {own!r} is listed twice")
-        found.append((own, optional))
+        if converter.name in (known for known, _ in found):
+            raise ConverterError(f"converter {converter.name!r} is listed twice")
+        found.append((converter.name, optional))
     return found
 
 

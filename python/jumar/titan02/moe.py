@@ -9,49 +9,29 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torchtitan.models.moe.moe import GroupedExperts, MoE, TokenChoiceTopKRouter
 
 from jumar import ops
+from jumar.experts import StackedExperts, route
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-class FusedGroupedExperts(GroupedExperts):
-    """``w2(silu(w1 x) * w3 x)`` of every expert by ``grouped_matmul`` and ``swiglu_gate_up``, in the dtype of x.
+class FusedGroupedExperts(GroupedExperts, StackedExperts):
+    """Experts by ``grouped_matmul`` and ``swiglu_gate_up``, in the dtype of x.
 
     No copy in padded groups is made. Rows after the last group, which expert parallelism adds, give zeros.
     """
 
-    def weights(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """(gate [E, D, F], up [E, D, F], down [E, F, D]): views of this rank's part of the parameters."""
-        return tuple(_local(part).to(dtype).transpose(1, 2) for part in (self.w1, self.w3, self.w2))
+    stacks = ("w1", "w3", "w2")
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
-        *gate_up, down = self.weights(x.dtype)
-        counts = num_tokens_per_expert.to(torch.int64)
-        gated = ops.swiglu_gate_up(*(ops.grouped_matmul(x, w, counts, group_list_type=1) for w in gate_up))
-        return ops.grouped_matmul(gated, down, counts, group_list_type=1)
+        return self.grouped(x, num_tokens_per_expert.to(torch.int64))
 
 
 class FusedRouter(TokenChoiceTopKRouter):
     """Scores, groups, choice and weights of experts by ``router_top_k``, their tokens by ``expert_counts``."""
 
     def forward(self, x: Tensor, expert_bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        weights, ids, _ = ops.router_top_k(
-            self.gate(x),
-            self.top_k,
-            scoring=self.score_func,
-            renorm=self.route_norm,
-            bias=expert_bias,
-            n_group=self.num_expert_groups or 1,
-            topk_group=self.num_limited_groups or 1,
-            scale=self.route_scale,
-            eps=1e-20,
-            wide_weights=True,
-        )
+        weights, ids, _ = route(self, self.gate(x), expert_bias)
         return weights, ids, ops.expert_counts(ids, self.num_experts)
 
 
@@ -75,8 +55,7 @@ class FusedMoE(MoE):
         # Every form of parallelism of torchtitan 0.2 works by hooks.
         hooked = experts._forward_hooks or experts._forward_pre_hooks
         if isinstance(experts, FusedGroupedExperts) and not self.score_before_experts and not hooked:
-            gate, up, down = experts.weights(x.dtype)
-            return ops.moe_ffn(x, ids, scores, gate, down, up)
+            return experts.routed(x, ids, scores)
         rows, positions = ops.npu_moe_token_permute(x, ids)
         if self.score_before_experts:
             by_row, _ = ops.npu_moe_token_permute(scores.reshape(-1, 1), ids.reshape(-1))

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
+
+from jumar.dtensor import local
 
 
 def balance(counts: Sequence[float]) -> float:
@@ -60,8 +61,7 @@ class ExpertLoad:
     def read(self) -> None:
         """Keeps what was counted since :meth:`begin`."""
         for index, block in self._layers():
-            counts: Tensor = block.moe.tokens_per_expert_E
-            counts = counts.to_local() if isinstance(counts, DTensor) else counts
+            counts = local(block.moe.tokens_per_expert_E)
             # A layer that is computed again in backward has counted twice.
             again = getattr(block, "checkpoint_impl", None) is not None
             self._counts[index, : counts.numel()] = counts / 2 if again else counts
