@@ -16,13 +16,13 @@ from jumar.opinfo.spec import Bound, Case, OpInfo, Shape, Target
 _ROUNDING = {torch.bfloat16: 2.0**16, torch.float16: 2.0**13}
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, causal: bool = True) -> tuple[Tensor]:
+def _call(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, causal: bool = True) -> tuple:
     """[B, S, N, D], the layout of models; causal from the upper left."""
     mask = torch.zeros(1, 1, dtype=torch.bool) if causal else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     return torch.ops.jumar.npu_fusion_attention(
         query, key, value, query.shape[2], "BSND", atten_mask=mask, scale=scale, next_tockens=0
-    )[:1]
+    )
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, causal: bool = True) -> tuple[Tensor]:

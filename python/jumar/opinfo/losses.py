@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -202,11 +201,6 @@ def _vendor_bench(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
     return rows_bench(shape, dtype, ("input",)) | {"target": target}
 
 
-def _first(count: int, name: str, *tensors: Tensor, **options: object) -> tuple[Tensor, ...]:
-    """The first results of an operator, which has others for its backward."""
-    return getattr(torch.ops.jumar, name)(*tensors, **options)[:count]
-
-
 _BOUND = Bound(half=1.0, single=2.0, double=2.0, terms=2.0)
 
 ENTRIES = (
@@ -223,7 +217,6 @@ ENTRIES = (
         bench=_linear_bench,
         flops=product_flops,
         fixed=("target",),
-        call=partial(_first, 1, "linear_cross_entropy"),
         target=MULTIPLIES,
     ),
     OpInfo(
@@ -240,7 +233,6 @@ ENTRIES = (
         shapes_file="cross_entropy",
         traffic=passes(2, 2),
         fixed=("target", "weight"),
-        call=partial(_first, 2, "npu_cross_entropy_loss"),
         target=STREAMS,
     ),
 )

@@ -18,8 +18,6 @@ _SUM = Bound(half=0.51, single=1.0, double=1.0, terms=4.0)
 #: Dot products over the width of a row, at most 257 here.
 _DOT = Bound(half=0.51, single=1.0, double=1.0, terms=8.0)
 
-_PERMUTE_PAGE = "docs/ops/npu_moe_token_permute.md"
-_MAP_PAGE = "docs/ops/npu_moe_token_permute_with_routing_map.md"
 _ROUTING_PAGE = "docs/ops/npu_moe_init_routing.md"
 
 
@@ -38,7 +36,7 @@ def _ids(source: Source, tokens: int, top_k: int, experts: int) -> Tensor:
 
 
 def _by_gradients(
-    plain: Callable[..., tuple[Tensor, ...]], outputs: tuple[str, ...], carrying: int
+    plain: Callable[..., tuple[Tensor, ...]], outputs: tuple[str, ...]
 ) -> Callable[..., dict[str, Tensor]]:
     """Magnitudes of results that are linear in each argument: the formula and its gradients on magnitudes."""
 
@@ -50,7 +48,7 @@ def _by_gradients(
             results = plain(*leaves.values(), **options)
             floats = {n: v for n, v in leaves.items() if v.is_floating_point()}
             found = torch.autograd.grad(
-                list(results[:carrying]), list(floats.values()), [g.abs() for g in grads]
+                list(results), list(floats.values()), [g.abs() for g in grads]
             )
         named = {n: r.detach() for n, r in zip(outputs, results, strict=True)}
         return named | {f"d {n}": g for n, g in zip(floats, found, strict=True)}
@@ -199,20 +197,18 @@ def _unpermute_map(
 
 def _call_permute_map(
     tokens: Tensor, routing_map: Tensor, probs: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     return ops.npu_moe_token_permute_with_routing_map(
         tokens, routing_map, probs=probs, num_out_tokens=len(slots)
-    )[:2]
+    )
 
 
 def _call_unpermute_map(
     permuted: Tensor, sorted_indices: Tensor, probs: Tensor, routing_map: Tensor
-) -> tuple[Tensor]:
+) -> Tensor:
     shape = [len(routing_map), permuted.shape[1]]
-    return (
-        ops.npu_moe_token_unpermute_with_routing_map(
-            permuted, sorted_indices, shape, probs=probs, routing_map=routing_map
-        ),
+    return ops.npu_moe_token_unpermute_with_routing_map(
+        permuted, sorted_indices, shape, probs=probs, routing_map=routing_map
     )
 
 
@@ -291,11 +287,6 @@ def _re(tokens: Tensor, counts: Tensor) -> tuple[Tensor]:
     return (tokens[_order(experts.repeat_interleave(counts.flatten()))],)
 
 
-def _first(name: str) -> Callable[..., tuple[Tensor]]:
-    """The operator's first result alone."""
-    return lambda *tensors, **options: (getattr(ops, name)(*tensors, **options)[0],)
-
-
 def _entry(
     make: Callable[[Source, int, int, int, int], dict[str, Tensor]],
     plain: Callable[..., tuple[Tensor, ...]],
@@ -309,7 +300,7 @@ def _entry(
         outputs=outputs,
         differentiable=outputs,
         plain=plain,
-        terms=_by_gradients(plain, outputs, len(outputs)),
+        terms=_by_gradients(plain, outputs),
         cases=_cases(make, plain, options),
         bench=_bench(make),
         shapes_file="moe_permute",
@@ -330,7 +321,6 @@ ENTRIES = (
         shapes="tokens [T, H], indices [T, K] or [T] -> [O, H], sorted_indices [T K]",
         backward=("npu_moe_token_permute_grad_v2", "npu_moe_token_permute_grad"),
         traffic=_traffic(1, 1),
-        call=_first("npu_moe_token_permute"),
     ),
     _entry(
         _unpermute_tensors,
@@ -341,7 +331,7 @@ ENTRIES = (
         formula="y[t] = Σ over k of probs[t, k] · permuted[sorted_indices[t K + k]]",
         shapes="permuted_tokens [O, H], sorted_indices [T K], probs [T, K] or none -> [T, H]",
         backward=("npu_moe_token_unpermute_grad_v2", "npu_moe_token_unpermute_grad"),
-        doc=_PERMUTE_PAGE,
+        doc="docs/ops/npu_moe_token_permute.md",
         traffic=_traffic(1, 2),
     ),
     _entry(
@@ -365,7 +355,7 @@ ENTRIES = (
         formula="y[t] = Σ over the rows r of t of probs[t, e of r] · permuted[r]",
         shapes="permuted_tokens [O, H], sorted_indices [O], probs and routing_map [T, E] -> [T, H]",
         backward=("npu_moe_token_unpermute_with_routing_map_grad",),
-        doc=_MAP_PAGE,
+        doc="docs/ops/npu_moe_token_permute_with_routing_map.md",
         traffic=_traffic(1, 2),
         call=_call_unpermute_map,
     ),
@@ -380,7 +370,7 @@ ENTRIES = (
         shapes="x [n, H], row_idx and expert_idx [n, K] -> [min(active_num, n) K, H], [n K], [n K]",
         backward=("moe_init_routing_grad",),
         traffic=_traffic(1, 1),
-        call=lambda *t, active_num=1 << 30: (ops.npu_moe_init_routing(*t, active_num)[0],),
+        call=lambda *t, active_num=1 << 30: ops.npu_moe_init_routing(*t, active_num),
     ),
     _entry(
         _init_v2_tensors,
@@ -394,21 +384,13 @@ ENTRIES = (
         backward=("moe_init_routing_grad",),
         doc=_ROUTING_PAGE,
         traffic=_traffic(1, 1),
-        call=lambda *t, expert_num=1 << 20: (
-            ops.npu_moe_init_routing_v2(*t, expert_num=expert_num)[0],
-        ),
+        call=lambda *t, expert_num=1 << 20: ops.npu_moe_init_routing_v2(*t, expert_num=expert_num),
     ),
     _entry(
         _finalize_tensors,
         _finalize,
         dict.fromkeys(
-            (
-                "y",
-                "d expanded_permuted_rows",
-                "d skip1",
-                "d skip2",
-                "d bias",
-            ),
+            ("y", "d expanded_permuted_rows", "d skip1", "d skip2", "d bias"),
             Bound(half=0.51, single=1.0, double=1.0, terms=16.0),
         )
         | {"d scales": _DOT},
@@ -433,6 +415,5 @@ ENTRIES = (
         traffic=lambda shape, item: tuple(
             n * 2.0 * shape["tokens"] * shape["top_k"] * shape["width"] * item for n in (1, 2)
         ),
-        call=_first("npu_moe_re_routing"),
     ),
 )

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jumar import ops
 from jumar.opinfo.cases import Source, layouts
-from jumar.opinfo.grouped import rows_of_groups
-from jumar.opinfo.spec import Bound, Case, OpInfo, Shape, Target
+from jumar.opinfo.grouped import GROUPS, rows_of_groups
+from jumar.opinfo.spec import Bound, Case, OpInfo, Shape
 
 
 def _plain(
@@ -135,13 +136,6 @@ def _traffic(shape: Shape, item: int) -> tuple[float, float]:
     return weights + 2 * rows, 3 * weights + 5 * rows
 
 
-def _call(
-    hidden: Tensor, ids: Tensor, probs: Tensor, gate_up: Tensor, down: Tensor
-) -> tuple[Tensor]:
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden, probs, gate_up, down))
-    return (torch.ops.jumar.moe_ffn(hidden, ids, probs, [gate_up], [down], [], save)[0],)
-
-
 ENTRIES = (
     OpInfo(
         name="moe_ffn",
@@ -158,7 +152,7 @@ ENTRIES = (
         bench=_bench,
         traffic=_traffic,
         flops=_flops,
-        call=_call,
-        target=Target(percent=70.0, eager=1.1, bf16=(10.0, 1.0), flops=6e9),
+        call=ops.moe_ffn,
+        target=GROUPS,
     ),
 )

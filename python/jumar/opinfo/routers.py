@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jumar import ops
 from jumar.opinfo.cases import Source, layouts
 from jumar.opinfo.spec import STREAMS, Bound, Case, OpInfo, Shape
+from jumar.ops._wiring import compute_dtype
 
 _K = 8  # of models, and of shapes to be timed
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _distinct(source: Source, rows: int, experts: int) -> Tensor:
@@ -37,7 +35,7 @@ def _route(
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, indices, scores), the weights not yet rounded to x's dtype; equal choices by their number."""
-    wide = x.to(_wide(x.dtype))
+    wide = x.to(compute_dtype(x.dtype))
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     choice = scores.detach() if bias is None else scores.detach() + bias.to(scores.dtype)
     if groups > 1:
@@ -59,7 +57,7 @@ def _plain(x: Tensor, bias: Tensor | None = None, **options: Any) -> tuple[Tenso
 
 def _eager(x: Tensor, k: int = _K, renorm: bool = False) -> tuple[Tensor]:
     """As models write it."""
-    scores = torch.softmax(x, -1, dtype=_wide(x.dtype))
+    scores = torch.softmax(x, -1, dtype=compute_dtype(x.dtype))
     weights = torch.topk(scores, k, dim=-1).values
     if renorm:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -122,18 +120,16 @@ def _router_top_k(
     groups: int = 1,
     kept: int = 1,
     **options: Any,
-) -> tuple[Tensor]:
-    from jumar.ops import router_top_k
-
-    return router_top_k(logits, k, bias=bias, n_group=groups, topk_group=kept, **options)[:1]
+) -> tuple[Tensor, ...]:
+    return ops.router_top_k(logits, k, bias=bias, n_group=groups, topk_group=kept, **options)
 
 
-def _softmax(x: Tensor, k: int = _K) -> tuple[Tensor]:
-    return torch.ops.jumar.npu_moe_gating_top_k_softmax(x, None, k)[:1]
+def _softmax(x: Tensor, k: int = _K) -> tuple[Tensor, ...]:
+    return ops.npu_moe_gating_top_k_softmax(x, None, k)
 
 
-def _softmax_v2(x: Tensor, k: int = _K, renorm: bool = False) -> tuple[Tensor]:
-    return torch.ops.jumar.npu_moe_gating_top_k_softmax_v2(x, k=k, renorm=int(renorm))[:1]
+def _softmax_v2(x: Tensor, k: int = _K, renorm: bool = False) -> tuple[Tensor, ...]:
+    return ops.npu_moe_gating_top_k_softmax_v2(x, k=k, renorm=int(renorm))
 
 
 def _gating(
@@ -141,16 +137,16 @@ def _gating(
     bias: Tensor | None = None,
     *,
     k: int = _K,
-    scoring: str = "softmax",
-    renorm: bool = False,
     groups: int = 1,
     kept: int = 1,
+    scoring: str = "softmax",
+    renorm: bool = False,
     scale: float = 1.0,
-) -> tuple[Tensor]:
-    return torch.ops.jumar.npu_moe_gating_top_k(
+) -> tuple[Tensor, ...]:
+    return ops.npu_moe_gating_top_k(
         x, k, bias=bias, k_group=kept, group_count=groups, group_select_mode=1,
         norm_type=int(scoring == "sigmoid"), routed_scaling_factor=scale,
-    )[:1]  # fmt: skip
+    )  # fmt: skip
 
 
 _BOUND = Bound(half=0.51, single=1.0, double=1.0, terms=2.0)
@@ -182,7 +178,7 @@ def _router(
 
 
 def _balance_plain(logits: Tensor, mask: Tensor | None = None, *, k: int = _K) -> tuple[Tensor]:
-    wide = logits.to(_wide(logits.dtype))
+    wide = logits.to(compute_dtype(logits.dtype))
     p = wide.softmax(-1)
     m = p.new_ones(p.shape[0]) if mask is None else mask.to(p.dtype)
     chosen = wide.argsort(dim=-1, descending=True, stable=True)[:, :k]
@@ -190,8 +186,8 @@ def _balance_plain(logits: Tensor, mask: Tensor | None = None, *, k: int = _K) -
     return (p.shape[-1] * ((m @ hot) / m.sum() * ((m @ p) / m.sum())).sum(),)
 
 
-def _balance_call(logits: Tensor, mask: Tensor | None = None, *, k: int = _K) -> tuple[Tensor]:
-    return torch.ops.jumar.load_balance_loss([logits], logits.shape[-1], k, mask)[:1]
+def _balance_call(logits: Tensor, mask: Tensor | None = None, *, k: int = _K) -> Tensor:
+    return ops.load_balance_loss(logits, logits.shape[-1], k, mask)
 
 
 def _balance_terms(
@@ -219,7 +215,7 @@ def _balance_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
         tensors = {"logits": _distinct(source, rows, experts)}
         if masked:
             tensors["mask"] = torch.arange(rows) % 3
-        grad = source.normal(dtype=_wide(dtype))
+        grad = source.normal(dtype=compute_dtype(dtype))
         case = Case(f"{rows}x{experts}, k {k}", tensors, {"k": k}, [grad])
         yield case
         if masked:
@@ -227,7 +223,7 @@ def _balance_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
 
 
 def _z_plain(logits: Tensor) -> tuple[Tensor]:
-    return (logits.to(_wide(logits.dtype)).logsumexp(-1).square().mean(),)
+    return (logits.to(compute_dtype(logits.dtype)).logsumexp(-1).square().mean(),)
 
 
 def _z_terms(
@@ -245,7 +241,7 @@ def _z_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     for shape in ((1, 1), (5, 7), (2, 9, 33), (300, 64)):
         source = Source(dtype, seed + sum(shape))
         case = Case("x".join(map(str, shape)), {"logits": source.rows(*shape, scale=2.0)})
-        case.grads = [source.normal(dtype=_wide(dtype))]
+        case.grads = [source.normal(dtype=compute_dtype(dtype))]
         yield case
         if shape[-1] == 33:
             yield from layouts(case)

@@ -164,7 +164,7 @@ class OpInfo:
         fixed: floating-point inputs that have no gradient at all (integers and what is written never have one).
         mutates: arguments that are written. ``plain`` leaves them alone and returns their new values.
         call: how it is called, where that is not ``torch.ops.jumar.NAME(*tensors, **options)``; returns the results in
-            the order of ``outputs``, among them the arguments that an operator in place has written.
+            the order of ``outputs``, then perhaps others, among them the arguments that an operator in place has written.
         eager: what ``jumar bench`` times as eager and compiles with Inductor, where that is not ``plain``: it takes the
             same arguments and may write those in ``mutates``.
         dtypes: those that it takes.
@@ -206,10 +206,10 @@ class OpInfo:
                 object.__setattr__(self, name, value)
 
     def fused(self, *tensors: Value, **options: Any) -> tuple[Value, ...]:
-        """The fused operator itself; always a tuple."""
+        """The fused operator itself; always a tuple. What it returns beyond ``outputs`` is left out."""
         call = self.call or getattr(torch.ops.jumar, self.name)
         result = call(*tensors, **options)
-        return result if isinstance(result, tuple) else (result,)
+        return result[: len(self.outputs)] if isinstance(result, tuple) else (result,)
 
     def run_oracle(self, dtype: torch.dtype, *tensors: Value, **options: Any) -> tuple[Value, ...]:
         """The formula on fp64 tensors, for results of ``dtype``."""
