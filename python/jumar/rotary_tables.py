@@ -41,6 +41,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, mode: str) -> Tensor:
     from jumar import ops
 
     if isinstance(x, DTensor):
-        y = ops.npu_rotary_mul(x.tolocal(), cos, sin, mode)
-        return DTensor.fromlocal(y, x.device_mesh, x.placements, run_check=False)
+        y = ops.npu_rotary_mul(x.to_local(), cos, sin, mode)
+        return DTensor.from_local(y, x.device_mesh, x.placements, run_check=False)
     return ops.npu_rotary_mul(x, cos, sin, mode)
