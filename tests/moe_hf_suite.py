@@ -15,6 +15,7 @@ import transformers
 import jumar
 from convert_hf_suite import (
     assert_close,
+    check_save_and_load,
     counted,
     gradient_errors,
     rms,
@@ -328,22 +329,7 @@ def test_generate(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_save_and_load(name, tmp_path):
-    """D21: files and keys are those of the plain model, in both directions."""
-    first = models.build(name)
-    inputs = models.example_inputs(first)
-    expected = first(**inputs).logits
-    first.save_pretrained(tmp_path / "plain")
-    model = type(first).from_pretrained(tmp_path / "plain").eval()
-    jumar.kernelize(model, strict=True)
-    assert_close(model(**inputs).logits, expected, 1e-5)
-    model.save_pretrained(tmp_path / "converted")
-    again = models.load(tmp_path / "converted")
-    assert type(again) is type(first)
-    assert torch.equal(
-        again(**inputs).logits,
-        type(first).from_pretrained(tmp_path / "plain").eval()(**inputs).logits,
-    )
-    assert list(again.state_dict()) == list(first.state_dict())
+    check_save_and_load(name, tmp_path)
 
 
 @pytest.mark.parametrize("name", SOME)

@@ -23,10 +23,14 @@ from jumar.hf import experts as layouts
 from jumar.hf import probe, routers
 
 
-def _parts(name: str, base: type) -> dict[str, bool]:
-    """Which parts of a mixture the converters on ``base``, and ``name`` on top, take over."""
+def _names(name: str, base: type) -> set[str]:
+    """The converters on ``base``, and ``name`` on top."""
     conversion = getattr(base, "__jumar__", None)
-    names = {name, *(patch.converter for patch in (conversion.patches if conversion else ()))}
+    return {name, *(patch.converter for patch in (conversion.patches if conversion else ()))}
+
+
+def _parts(names: set[str]) -> dict[str, bool]:
+    """Which parts of a mixture these converters take over."""
     return {"gmm": "npu_gmm" in names, "permute": "npu_permute" in names}
 
 
@@ -85,9 +89,8 @@ def _block_forward(key: layouts.Block, parts: dict[str, bool], router: bool) -> 
 
 
 def _block_namespace(name: str, key: layouts.Block, base: type) -> dict:
-    conversion = getattr(base, "__jumar__", None)
-    names = {name, *(patch.converter for patch in (conversion.patches if conversion else ()))}
-    forward = _block_forward(key, _parts(name, base), "npu_router" in names)
+    names = _names(name, base)
+    forward = _block_forward(key, _parts(names), "npu_router" in names)
     return {"forward": probe.adopt_signature(forward, base)}
 
 
@@ -119,7 +122,7 @@ class _ExpertsConverter(ModuleConverter):
     def namespace(self, key: tuple, base: type) -> dict:
         if isinstance(key, layouts.Block):
             return _block_namespace(self.name, key, base)
-        parts = _parts(self.name, base)
+        parts = _parts(_names(self.name, base))
         if isinstance(key, layouts.Listed):
             return {"moe": _moe_method(key, parts)}
         return {"forward": probe.adopt_signature(_stacked_forward(key, parts), base)}

@@ -26,9 +26,9 @@ _NAME = "_attn_implementation_internal"
 class Switch:
     """Exchanges the configurations of one model for copies, some of which name the fused attention."""
 
-    def __init__(self, model: nn.Module, chosen: Iterable[Any]):
+    def __init__(self, model: nn.Module):
         self.model = model
-        self.chosen = {id(config) for config in chosen}
+        self.chosen: set[int] = set()  # by their id
         self.places: list[tuple[nn.Module, str, Any, Any]] = []
 
     def apply(self) -> None:
@@ -81,7 +81,7 @@ class SdpaConverter(Converter):
             return
         from jumar.hf import attention
 
-        sites: list[tuple[Site, Any]] = []
+        sites: list[tuple[Site, nn.Module, Any]] = []
         refused: dict[int, str] = {}
         for path, module in model.named_modules():
             config = attention.config_of(module)
@@ -90,7 +90,6 @@ class SdpaConverter(Converter):
                 continue
             cls = original_class(module).__qualname__
             site = Site(path, self.name, self.operators[0], "skipped", "", cls)
-            site.action = SwitchAction(Switch(model, ()), module)
             if attention.original_of(config._attn_implementation) is not None:
                 site.reason = ALREADY
             elif isinstance(verdict, Match):
@@ -100,17 +99,14 @@ class SdpaConverter(Converter):
                 refused.setdefault(
                     id(config), f"{path} shares its configuration, and {verdict.reason}"
                 )
-            sites.append((site, config))
-        switch = Switch(
-            model,
-            [c for site, c in sites if site.status == "replaced" and id(c) not in refused],
-        )
-        for site, config in sites:
+            sites.append((site, module, config))
+        switch = Switch(model)
+        for site, module, config in sites:
             if site.status == "replaced" and id(config) in refused:
                 site.status, site.reason = "skipped", refused[id(config)]
-            site.action = (
-                SwitchAction(switch, site.action.module) if site.status == "replaced" else None
-            )
+            elif site.status == "replaced":
+                switch.chosen.add(id(config))
+                site.action = SwitchAction(switch, module)
             yield site
 
     def trials(self, site: Site) -> Iterable[Trial]:

@@ -44,15 +44,9 @@ def _causal_mask(device: torch.device) -> Tensor:
 def _by_position(query: Tensor, keys: int, window: int | None) -> dict[str, Any]:
     """Arguments for causal attention from the upper left, in a window or not."""
     mask = _causal_mask(query.device)
-    if window is not None and query.shape[2] == keys:
-        mode = 4 if mask.numel() > 1 else 0
-        return {
-            "atten_mask": mask,
-            "sparse_mode": mode,
-            "pre_tockens": window - 1,
-            "next_tockens": 0,
-        }
-    return {"atten_mask": mask, "sparse_mode": 2 if mask.numel() > 1 else 0, "next_tockens": 0}
+    band = {} if window is None or query.shape[2] != keys else {"pre_tockens": window - 1}
+    mode = 0 if mask.numel() == 1 else 4 if band else 2
+    return {"atten_mask": mask, "sparse_mode": mode, "next_tockens": 0, **band}
 
 
 def _fall_back(module: nn.Module, reason: str, *tensors: Any, **rest: Any) -> Any:
@@ -215,16 +209,16 @@ def recognise(module: nn.Module) -> Verdict:
             return Miss(reason)
     if not _consistent_window(module, config):
         return Miss("its sliding window and the type of its layer differ")
-    if "attention_interface" not in "".join(_sources(type(module))):
+    if "attention_interface" not in _source(type(module)):
         return Miss("its forward does not call the function that it looks up")
     return Match("npu_fusion_attention", (name,))
 
 
-def _sources(cls: type) -> list[str]:
+def _source(cls: type) -> str:
     try:
-        return [inspect.getsource(cls)]
+        return inspect.getsource(cls)
     except (OSError, TypeError):
-        return ["attention_interface"]
+        return "attention_interface"
 
 
 register()
