@@ -23,7 +23,6 @@ from torchtitan.components.loss import BaseLoss
 from torchtitan.config.override import _REGISTRY, Override
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.common.moe import GroupedExperts, RoutedExperts, TokenChoiceTopKRouter
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 
@@ -61,50 +60,14 @@ CONVERTERS: dict[str, Converter] = {
     )
 }
 
-
-def npu_rms_norm(config: RMSNorm.Config) -> RMSNorm.Config:
-    """Override factory: RMSNorm on ``npu_rms_norm``."""
-    return CONVERTERS["npu_rms_norm"].convert(config)
-
-
-def npu_rope(config: RoPE.Config) -> RoPE.Config:
-    """Override factory: rotary positions, half and interleaved, on ``npu_rotary_mul``."""
-    return CONVERTERS["npu_rope"].convert(config)
-
-
-def npu_swiglu(config: FeedForward.Config) -> FeedForward.Config:
-    """Override factory: the SwiGLU feed-forward on ``swiglu_gate_up``."""
-    return CONVERTERS["npu_swiglu"].convert(config)
-
-
-def npu_linear(config: Linear.Config) -> Linear.Config:
-    """Override factory: projections on ``npu_linear``."""
-    return CONVERTERS["npu_linear"].convert(config)
-
-
-def npu_gmm(config: GroupedExperts.Config) -> GroupedExperts.Config:
-    """Override factory: stacked experts on ``grouped_matmul``."""
-    return CONVERTERS["npu_gmm"].convert(config)
-
-
-def npu_permute(config: RoutedExperts.Config) -> RoutedExperts.Config:
-    """Override factory: dispatch to experts and back on ``npu_moe_token_permute`` and ``_unpermute``."""
-    return CONVERTERS["npu_permute"].convert(config)
-
-
-def npu_router(config: TokenChoiceTopKRouter.Config) -> TokenChoiceTopKRouter.Config:
-    """Override factory: routers on ``router_top_k``."""
-    return CONVERTERS["npu_router"].convert(config)
-
-
-def npu_loss(config: BaseLoss.Config) -> BaseLoss.Config:
-    """Override factory: output head and cross-entropy in one, on ``linear_cross_entropy``."""
-    return CONVERTERS["npu_loss"].convert(config)
-
-
-for _factory in (npu_rms_norm, npu_rope, npu_swiglu, npu_linear, npu_gmm, npu_permute, npu_router):
-    install(_REGISTRY, Override, CONVERTERS[_factory.__name__], _factory)
-install(_REGISTRY, Override, CONVERTERS["npu_loss"], npu_loss, target=BaseLoss.Config, fqns=["loss"])
+npu_rms_norm = install(_REGISTRY, Override, CONVERTERS["npu_rms_norm"])
+npu_rope = install(_REGISTRY, Override, CONVERTERS["npu_rope"])
+npu_swiglu = install(_REGISTRY, Override, CONVERTERS["npu_swiglu"])
+npu_linear = install(_REGISTRY, Override, CONVERTERS["npu_linear"])
+npu_gmm = install(_REGISTRY, Override, CONVERTERS["npu_gmm"])
+npu_permute = install(_REGISTRY, Override, CONVERTERS["npu_permute"])
+npu_router = install(_REGISTRY, Override, CONVERTERS["npu_router"])
+npu_loss = install(_REGISTRY, Override, CONVERTERS["npu_loss"], target=BaseLoss.Config, fqns=["loss"])
 
 from jumar.titan.plan import count_modules, plan
 

@@ -77,23 +77,28 @@ def install(
     registry: dict,
     base: type,
     converter: Converter,
-    factory: Callable,
     *,
     target: type | None = None,
     fqns: list[str] | None = None,
-) -> None:
-    """Registers a factory as a torchtitan override.
+) -> Callable[[Any], Any]:
+    """The override factory of a converter, registered with torchtitan as ``jumar.titan.NAME``.
 
     All share one name in the check for conflicts, because they may nest (a linear layer in a feed-forward): nodes keep
     their identity, so their order does not matter. Conflicts with anybody else's overrides are still found.
     """
-    key = f"{factory.__module__}.{factory.__name__}"
-    if key not in registry:
-        family = type("FamilyOverride", (base,), {"name": property(lambda self: FAMILY)})
-        registry[key] = family(
-            target_cls=target or converter.target,
-            factory=factory,
-            fqns=fqns,
-            description=f"{converter.operator} in place of torch's own operations",
-            origin_module=factory.__module__,
-        )
+
+    def factory(config: Any) -> Any:
+        return converter.convert(config)
+
+    description = f"{converter.operator} in place of torch's own operations"
+    factory.__name__ = factory.__qualname__ = converter.name
+    factory.__module__, factory.__doc__ = FAMILY, f"Override factory: {description}."
+    family = type("FamilyOverride", (base,), {"name": property(lambda self: FAMILY)})
+    registry[f"{FAMILY}.{converter.name}"] = family(
+        target_cls=target or converter.target,
+        factory=factory,
+        fqns=fqns,
+        description=description,
+        origin_module=FAMILY,
+    )
+    return factory
