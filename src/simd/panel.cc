@@ -246,6 +246,24 @@ bool Finite(const void* x, int64_t count) {
 }
 
 template <typename T>
+void DotLanes(const void* x, const void* y, int64_t rows, void* dots) {
+  const hn::ScalableTag<T> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t v = 0; v < 2; ++v) {
+    const T* p = static_cast<const T*>(x) + v * lanes;
+    const T* q = static_cast<const T*>(y) + v * lanes;
+    auto even = hn::Zero(d), odd = hn::Zero(d);
+    int64_t r = 0;
+    for (; r + 2 <= rows; r += 2, p += 4 * lanes, q += 4 * lanes) {
+      even = hn::MulAdd(hn::LoadU(d, p), hn::LoadU(d, q), even);
+      odd = hn::MulAdd(hn::LoadU(d, p + 2 * lanes), hn::LoadU(d, q + 2 * lanes), odd);
+    }
+    if (r < rows) even = hn::MulAdd(hn::LoadU(d, p), hn::LoadU(d, q), even);
+    hn::StoreU(hn::Add(even, odd), d, static_cast<T*>(dots) + v * lanes);
+  }
+}
+
+template <typename T>
 void DotRowsAs(const void* dy, int64_t dy_stride, const void* out, int64_t out_stride, int64_t rows, int64_t cols,
                void* delta) {
   using C = ComputeOf<T>;
@@ -277,6 +295,7 @@ PanelKernel MakeKernel() {
   kernel.scale_lanes = &ScaleLanes<T>;
   kernel.multiply = &MultiplyAll<T>;
   kernel.finite = &Finite<T>;
+  kernel.dot_lanes = &DotLanes<T>;
   kernel.dot_rows = &DotRows;
   return kernel;
 }

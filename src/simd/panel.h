@@ -9,6 +9,9 @@
 
 namespace jumar {
 
+// The maximum of a row without scores: finite, so that no difference of maxima is NaN.
+inline constexpr double kLowestScore = -3.4028234663852886e38;
+
 // scores = scale * (scores + pse), or minus infinity where the key is hidden. Null: absent.
 struct PanelMask {
   void* scores;
@@ -69,6 +72,8 @@ struct PanelKernel {
   // x[i] *= y[i]
   void (*multiply)(void* x, int64_t count, const void* y);
   bool (*finite)(const void* x, int64_t count);
+  // dots[query] = sum over rows of x[row, query] * y[row, query]
+  void (*dot_lanes)(const void* x, const void* y, int64_t rows, void* dots);
   // delta of `rows` rows: sum over columns of dy * out, both of `dtype`, with adjacent columns
   void (*dot_rows)(DType dtype, const void* dy, int64_t dy_stride, const void* out, int64_t out_stride, int64_t rows,
                    int64_t cols, void* delta);

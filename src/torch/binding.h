@@ -25,6 +25,10 @@ TensorView View(const char* op, const Tensor& tensor);
 // The same memory as elements of `dtype`, which has the size of the tensor's own.
 TensorView ViewAs(const char* op, const Tensor& tensor, DType dtype);
 std::vector<TensorView> ViewAll(const char* op, const Tensors& tensors);
+// Rank 0 for what is absent or has no dimension.
+inline TensorView ViewOrNone(const char* op, const OptionalTensor& tensor) {
+  return tensor.has_value() ? View(op, *tensor) : TensorView{};
+}
 
 // The view of a tensor that may be left out.
 class OptionalView {

@@ -53,6 +53,10 @@ from jumar.ops.router import (
     npu_moe_gating_top_k_softmax_v2,
     router_top_k,
 )
+from jumar.ops.sparse_attention import (
+    npu_sparse_flash_attention,
+    npu_sparse_flash_attention_grad,
+)
 from jumar.ops.swiglu import npu_swiglu, npu_swiglu_backward, swiglu_gate_up
 from jumar.ops.ulp_error import ulp_error
 
@@ -96,6 +100,8 @@ __all__ = [
     "npu_rms_norm_backward",
     "npu_rotary_mul",
     "npu_rotary_mul_backward",
+    "npu_sparse_flash_attention",
+    "npu_sparse_flash_attention_grad",
     "npu_swiglu",
     "npu_swiglu_backward",
     "rms_norm_gated",

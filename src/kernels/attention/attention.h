@@ -25,10 +25,10 @@
 #include <vector>
 
 #include "jumar/tensor.h"
+#include "simd/panel.h"
 
 namespace jumar {
 
-inline constexpr double kLowestScore = -3.4028234663852886e38;
 inline constexpr int64_t kUnboundedBand = int64_t{1} << 40;
 
 // Bytes; a value other than 0 hides the key. Size 1 along batch or heads serves all of them.

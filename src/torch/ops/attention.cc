@@ -13,9 +13,6 @@ using OptionalInts = std::optional<std::vector<int64_t>>;
 
 std::vector<int64_t> Ints(const OptionalInts& x) { return x.has_value() ? *x : std::vector<int64_t>{}; }
 
-// Rank 0 for what is absent or has no dimension.
-TensorView ViewOrNone(const char* op, const OptionalTensor& x) { return x.has_value() ? View(op, *x) : TensorView{}; }
-
 TensorView ByteView(const char* op, const char* name, const OptionalTensor& x) {
   if (!x.has_value()) return {};
   const ScalarType type = x->scalar_type();

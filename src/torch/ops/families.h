@@ -19,13 +19,15 @@ std::vector<OpEntry> OptimizerOps();
 std::vector<OpEntry> RmsNormOps();
 std::vector<OpEntry> RotaryOps();
 std::vector<OpEntry> RouterOps();
+std::vector<OpEntry> SparseAttentionOps();
 std::vector<OpEntry> SwigluOps();
 std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      AttentionOps(),  GroupedMatmulOps(), LinearOps(),  LossOps(),   MoeFfnOps(), MoeOps(),    MoeRoutingMapOps(),
-      MoeRoutingOps(), OptimizerOps(),     RmsNormOps(), RotaryOps(), RouterOps(), SwigluOps(), UlpErrorOps(),
+      AttentionOps(), GroupedMatmulOps(), LinearOps(),          LossOps(),      MoeFfnOps(),
+      MoeOps(),       MoeRoutingMapOps(), MoeRoutingOps(),      OptimizerOps(), RmsNormOps(),
+      RotaryOps(),    RouterOps(),        SparseAttentionOps(), SwigluOps(),    UlpErrorOps(),
   };
 }
 

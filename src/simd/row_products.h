@@ -1,0 +1,56 @@
+// Products with rows that lie anywhere in memory (keys and values picked by index), read where they are: no packing.
+// Panels are those of simd/panel.h and of packed B operands: element (i, lane) at i * width + lane, width = 2 vectors.
+#pragma once
+
+#include <cstdint>
+
+namespace jumar {
+
+// panel[i, lane] (+)= sum over k < depth of rows[i][k] * b[k, lane]. Of the panel's lanes the first `lanes` are wanted:
+// up to one vector of them costs half. Sums over blocks of 256 k, in order.
+struct RowDots {
+  const void* const* rows;
+  int64_t n;
+  int64_t depth;
+  const void* b;  // panel [depth, width]
+  int64_t lanes;
+  void* panel;
+  bool accumulate;
+};
+
+// out[lane, j] (+)= sum over i < n of panel[i, lane] * rows[i][j], for lanes < `lanes` and j < cols. `out` has rows of
+// `ld` elements, at least cols rounded up to the panel width; those behind cols are written too. Sums over blocks of
+// 128 i, in order.
+struct RowSums {
+  const void* const* rows;
+  int64_t n;
+  int64_t cols;
+  const void* panel;
+  int64_t lanes;
+  void* out;
+  int64_t ld;
+  bool accumulate;
+};
+
+// rows[i][j] += sum over lane < lanes of panel[i, lane] * b[j / width][lane, j % width], for j < cols, a multiple of
+// width, i ascending: a row may come more than once. b: panels [lanes, width], b_panel elements apart.
+struct RowUpdates {
+  void* const* rows;
+  int64_t n;
+  int64_t cols;
+  const void* panel;
+  int64_t lanes;
+  const void* b;
+  int64_t b_panel;
+};
+
+struct RowProducts {
+  void (*dots)(const RowDots&);
+  void (*sums)(const RowSums&);
+  void (*updates)(const RowUpdates&);
+};
+
+// For float (double) elements throughout.
+const RowProducts& ChooseRowProducts(bool f64);
+
+}  // namespace jumar
