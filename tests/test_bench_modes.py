@@ -162,7 +162,6 @@ def _in_place() -> OpInfo:
         mutates=("x",),
         call=_scale_in_place,
         eager=_scale_in_place,
-        traffic=lambda shape, item: (2.0 * shape["rows"] * shape["cols"] * item,) * 2,
     )
 
 

@@ -137,7 +137,7 @@ def plan(
             shapes = pick(kind, shape)
             if quick and shape is None:
                 shapes = quick_shapes(kind)
-                if info.flops is not None and dtype.itemsize == 2 and not _has_bf16():
+                if info.multiplies and dtype.itemsize == 2 and not _has_bf16():
                     smallest = dict(list(read_shapes(kind).items())[:1])
                     shapes = {**smallest, **shapes}
             jobs += [

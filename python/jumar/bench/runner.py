@@ -14,6 +14,7 @@ from jumar.bench.cases import Job
 from jumar.bench.timing import Timing, interleave, keeps_memory
 from jumar.limits import Limits, measure
 from jumar.opinfo import Case, OpInfo, Value, dtype_name, flat
+from jumar.opinfo.costs import of_operator
 from jumar.verify import compare
 
 #: Eager 16-bit matrix products slower than this are timed at the smallest shape only.
@@ -119,18 +120,6 @@ def _both(
     return call
 
 
-def _work(job: Job, tensors: dict[str, Value], index: int) -> tuple[float, float]:
-    """(bytes, flops) that cannot be avoided: what the entry states, or the cost of the operators that are called."""
-    info = job.info
-    if info.traffic is None and info.flops is None:
-        from jumar.opinfo.costs import of_operator
-
-        cost = of_operator(info, tensors)[index]
-        return cost.bytes or 0.0, cost.flops or 0.0
-    bytes_ = info.traffic(job.shape, job.dtype.itemsize)[index] if info.traffic else 0.0
-    return bytes_, info.flops(job.shape)[index] if info.flops else 0.0
-
-
 def _judge(row: BenchRow, job: Job, limits: Limits) -> None:
     """Fills in how much of the machine's limit the best time of jumar reaches: the larger of both least times."""
     seconds = row.timings["jumar"].minimum
@@ -153,12 +142,12 @@ def _measure(job: Job, *, quick: bool, inductor: bool, eager: bool) -> list[Benc
     common = (job.info.name, dtype_name(job.dtype), job.shape_name, job.shape)
     if wrong:
         return [BenchRow(*common, directions[-1], ulp=ulp, stated=stated, note=wrong, case=job.text)]
-    rows = []
+    rows, work = [], of_operator(job.info, tensors)
     for index, direction in enumerate(directions):
         if quick and direction != directions[-1]:
             continue  # one compilation a case
         row = BenchRow(*common, direction, ulp=ulp, stated=stated, case=job.text)
-        row.bytes, row.flops = _work(job, tensors, index)
+        row.bytes, row.flops = work[index].bytes or 0.0, work[index].flops or 0.0
         calls = {
             name: _both(f, tensors, job.info, grads) if index else _forward(f, tensors, job.info)
             for name, f in _contenders(job, inductor, eager).items()
@@ -206,7 +195,7 @@ def run(
     for number, job in enumerate(jobs):
         key = (job.info.name, job.dtype)
         if not quick or number % 8 == 7:
-            streams = job.info.flops is None
+            streams = not job.info.multiplies
             limits = limits.better(
                 measure(quick, copy=streams or quick, flops=not streams or quick, megabytes=megabytes)
             )

@@ -101,18 +101,6 @@ def _bench(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _flops(shape: Shape) -> tuple[float, float]:
-    """Of the visible half: two products forward, five backward."""
-    product = 2.0 * shape["heads"] * shape["d"] * shape["s"] * (shape["s"] + 1) / 2
-    return 2 * product, 7 * product
-
-
-def _traffic(shape: Shape, item: int) -> tuple[float, float]:
-    rows = shape["s"] * shape["d"]
-    query, keys = float(shape["heads"] * rows * item), float(2 * shape["kv"] * rows * item)
-    return 2 * query + keys, 6 * query + 3 * keys
-
-
 def _products(query: Arg, key: Arg, heads: int, causal: bool) -> float:
     """FLOPs of one product per head. The layout is a string, which no trace has: [B, N, S, D] or [B, S, N, D]."""
     if len(query.shape) != 4:
@@ -163,8 +151,6 @@ ENTRIES = (
         terms=_terms,
         cases=_cases,
         bench=_bench,
-        traffic=_traffic,
-        flops=_flops,
         call=_call,
         target=Target(percent=60.0, eager=1.0, bf16=(3.0, 1.0), flops=6e9),
     ),

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jumar import ops
 from jumar.opinfo.cases import Source, layouts
-from jumar.opinfo.spec import Bound, Case, OpInfo, Shape, Target, product_flops
+from jumar.opinfo.spec import Bound, Case, OpInfo, Shape, Target
 
 
 def rows_of_groups(rows: int, groups: int, zipf: bool) -> list[int]:
@@ -97,12 +97,6 @@ def _bench(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _traffic(shape: Shape, item: int) -> tuple[float, float]:
-    m, k, n = shape["m"], shape["k"], shape["n"]
-    inputs, result = float(m * k + shape["experts"] * k * n) * item, float(m * n) * item
-    return inputs + result, inputs + result + result + 2 * inputs
-
-
 def _call(x: Tensor, weight: Tensor, group_list: Tensor, bias: Tensor | None = None) -> Tensor:
     biases = None if bias is None else [bias]
     return ops.npu_grouped_matmul(
@@ -132,8 +126,6 @@ ENTRIES = (
         terms=_terms,
         cases=_cases,
         bench=_bench,
-        traffic=_traffic,
-        flops=product_flops,
         call=_call,
         target=GROUPS,
     ),

@@ -17,8 +17,6 @@ from jumar.opinfo.spec import (
     Case,
     OpInfo,
     Shape,
-    passes,
-    product_flops,
 )
 
 _IGNORED = -100
@@ -215,7 +213,6 @@ ENTRIES = (
         terms=_linear_terms,
         cases=_linear_cases,
         bench=_linear_bench,
-        flops=product_flops,
         fixed=("target",),
         target=MULTIPLIES,
     ),
@@ -231,7 +228,6 @@ ENTRIES = (
         cases=_vendor_cases,
         bench=_vendor_bench,
         shapes_file="cross_entropy",
-        traffic=passes(2, 2),
         fixed=("target", "weight"),
         target=STREAMS,
     ),

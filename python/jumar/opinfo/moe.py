@@ -98,20 +98,6 @@ def _bench(
     )
 
 
-def _traffic(
-    forward: int, backward: int, skips: int = 0
-) -> Callable[[Shape, int], tuple[float, float]]:
-    """So many passes over the permuted rows, one over the tokens in each direction, and tensors added to them."""
-
-    def traffic(shape: Shape, item: int) -> tuple[float, float]:
-        tokens = float(shape["tokens"] * shape["width"] * item)
-        rows = tokens * shape["top_k"]
-        first = (1 + skips) * tokens + forward * rows
-        return first, first + tokens + backward * rows
-
-    return traffic
-
-
 # --- by expert ids ---
 
 
@@ -320,7 +306,6 @@ ENTRIES = (
         formula="permuted[r] = tokens[order[r] / K],  order = stable argsort of the expert ids",
         shapes="tokens [T, H], indices [T, K] or [T] -> [O, H], sorted_indices [T K]",
         backward=("npu_moe_token_permute_grad_v2", "npu_moe_token_permute_grad"),
-        traffic=_traffic(1, 1),
     ),
     _entry(
         _unpermute_tensors,
@@ -332,7 +317,6 @@ ENTRIES = (
         shapes="permuted_tokens [O, H], sorted_indices [T K], probs [T, K] or none -> [T, H]",
         backward=("npu_moe_token_unpermute_grad_v2", "npu_moe_token_unpermute_grad"),
         doc="docs/ops/npu_moe_token_permute.md",
-        traffic=_traffic(1, 2),
     ),
     _entry(
         _map_tensors,
@@ -343,7 +327,6 @@ ENTRIES = (
         formula="permuted[r] = tokens[t of r],  rows the marked cells of the map, expert by expert",
         shapes="tokens [T, H], routing_map and probs [T, E] -> [O, H], [O], sorted_indices [O]",
         backward=("npu_moe_token_permute_with_routing_map_grad",),
-        traffic=_traffic(1, 1),
         call=_call_permute_map,
     ),
     _entry(
@@ -356,7 +339,6 @@ ENTRIES = (
         shapes="permuted_tokens [O, H], sorted_indices [O], probs and routing_map [T, E] -> [T, H]",
         backward=("npu_moe_token_unpermute_with_routing_map_grad",),
         doc="docs/ops/npu_moe_token_permute_with_routing_map.md",
-        traffic=_traffic(1, 2),
         call=_call_unpermute_map,
     ),
     _entry(
@@ -369,7 +351,6 @@ ENTRIES = (
         formula="expanded_x[r] = x[src[r] mod n],  src = row_idx in the order of the expert ids",
         shapes="x [n, H], row_idx and expert_idx [n, K] -> [min(active_num, n) K, H], [n K], [n K]",
         backward=("moe_init_routing_grad",),
-        traffic=_traffic(1, 1),
         call=lambda *t, active_num=1 << 30: ops.npu_moe_init_routing(*t, active_num),
     ),
     _entry(
@@ -383,7 +364,6 @@ ENTRIES = (
         shapes="x [n, H], expert_idx [n, K] -> [n K, H] or [E, C, H], [n K], counts, scales",
         backward=("moe_init_routing_grad",),
         doc=_ROUTING_PAGE,
-        traffic=_traffic(1, 1),
         call=lambda *t, expert_num=1 << 20: ops.npu_moe_init_routing_v2(*t, expert_num=expert_num),
     ),
     _entry(
@@ -400,7 +380,6 @@ ENTRIES = (
         shapes="rows [.., H], skips [n, H], bias [E, H], scales [n, K] -> [n, H]",
         backward=("moe_finalize_routing_grad",),
         doc=_ROUTING_PAGE,
-        traffic=_traffic(1, 2, skips=2),
     ),
     _entry(
         _re_tensors,
@@ -412,8 +391,5 @@ ENTRIES = (
         shapes="tokens [A, H], expert_token_num_per_rank [N, E] -> [A, H], [A], idx [A], [E]",
         backward=("moe_re_routing_grad",),
         doc=_ROUTING_PAGE,
-        traffic=lambda shape, item: tuple(
-            n * 2.0 * shape["tokens"] * shape["top_k"] * shape["width"] * item for n in (1, 2)
-        ),
     ),
 )

@@ -125,17 +125,6 @@ def _bench(shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
     }
 
 
-def _flops(shape: Shape) -> tuple[float, float]:
-    forward = 6.0 * shape["tokens"] * shape["top_k"] * shape["hidden"] * shape["inner"]
-    return forward, 3.0 * forward
-
-
-def _traffic(shape: Shape, item: int) -> tuple[float, float]:
-    weights = 3.0 * shape["experts"] * shape["hidden"] * shape["inner"] * item
-    rows = float(shape["tokens"] * shape["hidden"]) * item
-    return weights + 2 * rows, 3 * weights + 5 * rows
-
-
 ENTRIES = (
     OpInfo(
         name="moe_ffn",
@@ -150,8 +139,6 @@ ENTRIES = (
         terms=_terms,
         cases=_cases,
         bench=_bench,
-        traffic=_traffic,
-        flops=_flops,
         call=ops.moe_ffn,
         target=GROUPS,
     ),

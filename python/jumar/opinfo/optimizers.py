@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from jumar.opinfo.cases import Source, layouts, shape_text
-from jumar.opinfo.spec import STREAMS, Bound, Case, OpInfo, Shape, passes
+from jumar.opinfo.spec import STREAMS, Bound, Case, OpInfo, Shape
 
 LR, BETA1, BETA2, EPS, DECAY, STEP = 1e-2, 0.9, 0.95, 1e-8, 0.1, 10
 _CORRECTION1, _CORRECTION2 = 1 - BETA1**STEP, 1 - BETA2**STEP
@@ -62,7 +62,6 @@ def _entry(outputs: tuple[str, ...], sizes: Any, **own: Any) -> OpInfo:
         outputs=outputs,
         bounds=dict.fromkeys(outputs, _ROUNDED),
         terms=terms,
-        traffic=passes(7, 0),
         mutates=outputs,
         target=STREAMS,
         **own,

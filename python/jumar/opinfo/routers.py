@@ -106,12 +106,6 @@ def _bench(shape: Shape, dtype: torch.dtype, name: str) -> dict[str, Tensor]:
     return {name: _distinct(Source(dtype, 1), shape["rows"], shape["cols"])}
 
 
-def _traffic(shape: Shape, item: int) -> tuple[float, float]:
-    """Logits and weights; backward: logits and their gradient too. Numbers of experts are left out."""
-    logits, weights = (float(shape["rows"] * n * item) for n in (shape["cols"], _K))
-    return logits + weights, 3 * logits + 2 * weights
-
-
 def _router_top_k(
     logits: Tensor,
     bias: Tensor | None = None,
@@ -169,7 +163,6 @@ def _router(
         "cases": partial(_cases, name=x, each=each),
         "bench": partial(_bench, name=x),
         "shapes_file": "router",
-        "traffic": _traffic,
         "fixed": ("bias",),
         "target": STREAMS,
         **own,
@@ -247,17 +240,11 @@ def _z_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
             yield from layouts(case)
 
 
-def _loss_traffic(shape: Shape, item: int) -> tuple[float, float]:
-    logits = float(shape["rows"] * shape["cols"] * item)
-    return logits, 3 * logits
-
-
 _LOSS = {
     "outputs": ("loss",),
     "bounds": {"loss": _BOUND, "d logits": _BOUND},
     "bench": partial(_bench, name="logits"),
     "shapes_file": "router",
-    "traffic": _loss_traffic,
     "doc": "docs/ops/balance.md",
     "target": STREAMS,
 }

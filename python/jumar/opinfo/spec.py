@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -123,22 +122,6 @@ Shape = dict[str, int]
 Terms = Callable[..., dict[str, Value]]
 
 
-def passes(forward: int, backward: int) -> Callable[[Shape, int], tuple[float, float]]:
-    """Traffic of an operator that moves so many tensors of the shape's size, forward and backward."""
-
-    def traffic(shape: Shape, item: int) -> tuple[float, float]:
-        bytes_ = float(math.prod(shape.values()) * item)
-        return forward * bytes_, (forward + backward) * bytes_
-
-    return traffic
-
-
-def product_flops(shape: Shape) -> tuple[float, float]:
-    """Of a matrix product ``m k n``, whose gradient is two."""
-    forward = 2.0 * shape["m"] * shape["k"] * shape["n"]
-    return forward, 3.0 * forward
-
-
 @dataclass(frozen=True)
 class OpInfo:
     """One operator.
@@ -157,8 +140,6 @@ class OpInfo:
         backward: the C++ operators that compute its gradient.
         differentiable: the results that carry gradients; by default the first, and none where arguments are written.
         shapes_file: the named shapes, ``jumar/bench/shapes/NAME.txt``; by default the name without ``npu_``.
-        traffic: (forward, forward + backward) bytes that must move, from a shape and an item size.
-        flops: the same in floating-point operations. The limit is the larger of both times.
         oracle: where it is not ``plain`` on fp64 inputs: takes the dtype as well.
         constants: inputs that need no gradient in a model; ``jumar bench`` asks for none.
         fixed: floating-point inputs that have no gradient at all (integers and what is written never have one).
@@ -184,8 +165,6 @@ class OpInfo:
     differentiable: tuple[str, ...] | None = None
     doc: str | None = None
     shapes_file: str | None = None
-    traffic: Callable[[Shape, int], tuple[float, float]] | None = None
-    flops: Callable[[Shape], tuple[float, float]] | None = None
     oracle: Callable[..., tuple[Value, ...]] | None = None
     constants: tuple[str, ...] = ()
     fixed: tuple[str, ...] = ()
@@ -258,6 +237,11 @@ class OpInfo:
             wanted = grads and self.wants_gradient(name, value)
             result[name] = each(partial(argument, written=written, wanted=wanted), value)
         return result
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether its speed is that of matrix products, not of memory."""
+        return self.target.flops > 0
 
     @property
     def registered(self) -> bool:

@@ -26,9 +26,6 @@ from jumar.opinfo.spec import (
     STREAMS,
     Bound,
     OpInfo,
-    Shape,
-    passes,
-    product_flops,
 )
 
 _CLOSE = Bound(half=0.51, single=4.0, double=6.0)
@@ -39,12 +36,6 @@ _SUMS = Bound(half=1.0, single=1.0, double=1.0, terms=2.0)
 _STATISTIC = Bound(half=6.0, single=6.0, double=6.0)
 _CANCELS = Bound(half=1.0, single=1.0, double=1.0, terms=8.0)
 _SLOPE = Bound(half=1.0, single=1.0, double=1.0, terms=16.0)  # with a sigmoid, itself 2.5 ulp off
-
-
-def _linear_traffic(shape: Shape, item: int) -> tuple[float, float]:
-    m, k, n = shape["m"], shape["k"], shape["n"]
-    inputs, result = float(m * k + n * k) * item, float(m * n) * item
-    return inputs + result, inputs + result + result + 2 * inputs
 
 
 _NORM_SHAPES = "input [a.., n..], gamma [n..] -> y like input, rstd [a.., 1..]"
@@ -75,7 +66,6 @@ _TABLE = (
         backward=("npu_rms_norm_backward",),
         plain=formulas.rms_norm_plain,
         terms=formulas.rms_norm_terms,
-        traffic=passes(2, 3),
     ),
     _norm(
         name="npu_gemma_rms_norm",
@@ -84,7 +74,6 @@ _TABLE = (
         backward=("gemma_rms_norm_backward",),
         plain=formulas.gemma_rms_norm_plain,
         terms=formulas.gemma_rms_norm_terms,
-        traffic=passes(2, 3),
     ),
     _norm(
         ("x1", "x2"),
@@ -99,7 +88,6 @@ _TABLE = (
         oracle=formulas.add_rms_norm_oracle,
         terms=formulas.add_rms_norm_terms,
         cases=partial(cases.norm_cases, inputs=("x1", "x2"), outputs=2),
-        traffic=passes(4, 4),
     ),
     _norm(
         ("input", "gate"),
@@ -110,7 +98,6 @@ _TABLE = (
         bounds={"y": Bound(half=0.51, single=8.0, double=8.0), "d gate": _SLOPE},
         plain=formulas.rms_norm_gated_plain,
         terms=formulas.rms_norm_gated_terms,
-        traffic=passes(3, 5),
     ),
     OpInfo(
         name="npu_swiglu",
@@ -126,7 +113,6 @@ _TABLE = (
         terms=formulas.swiglu_terms,
         cases=cases.swiglu_cases,
         bench=cases.swiglu_bench,
-        traffic=passes(3, 5),
         target=STREAMS,
     ),
     OpInfo(
@@ -140,7 +126,6 @@ _TABLE = (
         cases=cases.swiglu_gate_up_cases,
         bench=partial(cases.rows_bench, inputs=("gate", "up")),
         shapes_file="swiglu",
-        traffic=passes(3, 5),
         target=STREAMS,
     ),
     OpInfo(
@@ -155,7 +140,6 @@ _TABLE = (
         bench=cases.rotary_bench,
         shapes_file="rotary",
         constants=("r1", "r2"),
-        traffic=passes(2, 2),
         target=STREAMS,
     ),
     OpInfo(
@@ -168,8 +152,6 @@ _TABLE = (
         terms=formulas.linear_terms,
         cases=cases.linear_cases,
         bench=cases.linear_bench,
-        traffic=_linear_traffic,
-        flops=product_flops,
         target=MULTIPLIES,
     ),
 )
