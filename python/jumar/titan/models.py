@@ -30,7 +30,7 @@ class Qwen3Size:
 
 @dataclass(frozen=True)
 class DeepSeekSize:
-    """The dimensions of a DeepSeek-V3 as it is published: sigmoid scores, normed weights, a first dense layer."""
+    """The dimensions of a DeepSeek-V3 as it is published: sigmoid scores, normed weights, dense layers first."""
 
     dim: int
     dense_dim: int
@@ -50,6 +50,8 @@ class DeepSeekSize:
     kept_groups: int | None = None
     scale: float = 1.0
     context: int = 4096 * 4
+    dense_layers: int = 1
+    mscale: float = 0.7
 
 
 #: ``demo`` is the size of the 4-layer step in bench/, ``tiny`` one for tests.
@@ -163,7 +165,7 @@ def deepseek_config(size: DeepSeekSize) -> Any:
     ones = {"weight": nn.init.ones_}
     layers = build_mla_moe_layers(
         n_layers=size.layers,
-        n_dense_layers=1,
+        n_dense_layers=size.dense_layers,
         dim=size.dim,
         n_heads=size.heads,
         q_lora_rank=size.q_rank,
@@ -171,7 +173,7 @@ def deepseek_config(size: DeepSeekSize) -> Any:
         qk_nope_head_dim=size.nope_dim,
         qk_rope_head_dim=size.rope_dim,
         v_head_dim=size.value_dim,
-        mscale=0.7,
+        mscale=size.mscale,
         dense_hidden_dim=size.dense_dim,
         moe_hidden_dim=size.expert_dim,
         num_experts=size.experts,
@@ -212,20 +214,27 @@ def deepseek_config(size: DeepSeekSize) -> Any:
 _SIZES = {"qwen3": (QWEN3_SIZES, qwen3_config), "deepseek_v3": (DEEPSEEK_SIZES, deepseek_config)}
 
 
+#: Models that torchtitan does not have, packages of :mod:`jumar.titan` in the form of its own.
+OWN = ("deepseek_v32",)
+
+
+def _module(name: str) -> Any:
+    return import_module(f"jumar.titan.{name}" if name in OWN else f"torchtitan.models.{name}")
+
+
 def model_names() -> list[str]:
-    """Models of torchtitan that are language models."""
+    """Language models of torchtitan and of :data:`OWN`."""
     from torchtitan.models import _supported_models
 
-    return sorted(_supported_models - {"flux"})
+    return sorted({*_supported_models, *OWN} - {"flux"})
 
 
 def flavors(name: str) -> list[str]:
-    """Sizes of a model, torchtitan's and those of this module. KeyError for an unknown model."""
+    """Sizes of a model, its own and those of this module. KeyError for an unknown model."""
     if name not in model_names():
         raise KeyError(name)
-    module = import_module(f"torchtitan.models.{name}")
     # One table a model, whose name is not quite the model's.
-    known = next(list(v) for k, v in vars(module).items() if k.endswith("_configs") and isinstance(v, dict))
+    known = next(list(v) for k, v in vars(_module(name)).items() if k.endswith("_configs") and isinstance(v, dict))
     return known + [*_SIZES.get(name, ({},))[0]]
 
 
@@ -233,7 +242,9 @@ def model_spec(name: str, flavor: str) -> Any:
     """torchtitan's ModelSpec. KeyError for an unknown model or flavor."""
     if flavor not in flavors(name):
         raise KeyError(flavor)
-    module = import_module(f"torchtitan.models.{name}")
+    module = _module(name)
+    if name in OWN:
+        return module.model_registry(flavor)
     sizes, config = _SIZES.get(name, ({}, None))
     if flavor in sizes:
         spec = module.model_registry("debugmodel")

@@ -122,6 +122,20 @@ def _deepseek_v3(model: Any, context: int) -> dict[str, Any]:
     return config
 
 
+def _deepseek_v32(model: Any, context: int) -> dict[str, Any]:
+    attention = model.layers[0].attention
+    config = _deepseek_v3(model, context)
+    # Its queries are always low-rank, its pairs always rotated as neighbours.
+    del config["rope_interleave"]
+    return config | {
+        "architectures": ["DeepseekV32ForCausalLM"],
+        "model_type": "deepseek_v32",
+        "index_n_heads": attention.indexer.n_heads,
+        "index_head_dim": attention.indexer.head_dim,
+        "index_topk": attention.inner_attention.topk,
+    }
+
+
 def _llama3(model: Any, context: int) -> dict[str, Any]:
     rope = model.layers[0].attention.rope
     config = {
@@ -144,7 +158,7 @@ def _llama3(model: Any, context: int) -> dict[str, Any]:
     return config
 
 
-_CONFIGS = {"qwen3": _qwen3, "llama3": _llama3, "deepseek_v3": _deepseek_v3}
+_CONFIGS = {"qwen3": _qwen3, "llama3": _llama3, "deepseek_v3": _deepseek_v3, "deepseek_v32": _deepseek_v32}
 # The epsilon of the norms inside latent attention is no part of transformers' configuration.
 _LATENT_EPS = 1e-6
 
@@ -161,12 +175,13 @@ def obstacle(name: str, model: Any) -> str | None:
             return "some layers are dense"
         if any(moe.load_balance_coeff is not None for moe in mixtures):
             return "Qwen3MoeForCausalLM has no expert bias; model.load_balance_coeff = 0 trains without one"
-    if name == "deepseek_v3":
+    if name in ("deepseek_v3", "deepseek_v32"):
+        theirs = f"Deepseek{name.removeprefix('deepseek_').upper()}ForCausalLM"
         if any(moe.router.score_func != "sigmoid" for moe in mixtures):
-            return "DeepseekV3ForCausalLM scores experts by sigmoid, this model by softmax"
+            return f"{theirs} scores experts by sigmoid, this model by softmax"
         eps = model.layers[0].attention.kv_norm.eps
         if eps != _LATENT_EPS:
-            return f"DeepseekV3ForCausalLM norms latent keys with an epsilon of {_LATENT_EPS}, this model with {eps}"
+            return f"{theirs} norms latent keys with an epsilon of {_LATENT_EPS}, this model with {eps}"
         if getattr(model, "mtp_layers", None):
             return "layers that predict further tokens are not exported"
     return None
@@ -256,7 +271,7 @@ def write(
     config["eos_token_id"] = eos
     config["pad_token_id"] = config.get("pad_token_id", eos)
     named = {name: _own(tensor) for name, tensor in adapter.to_hf(weights).items()}
-    if config.get("model_type") == "deepseek_v3":
+    if config.get("model_type") in ("deepseek_v3", "deepseek_v32"):
         for layer in range(config["first_k_dense_replace"], config["num_hidden_layers"]):
             # A model that was trained without expert bias has none.
             bias = f"model.layers.{layer}.mlp.gate.e_score_correction_bias"

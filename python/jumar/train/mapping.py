@@ -35,6 +35,7 @@ def model_spec(job: Job) -> Any:
         )
     spec = models.model_spec(name, flavor)
     _balance(job, spec)
+    _indexers(job, spec)
     if job["lora"]["enable"]:
         _lora(job, spec)
     return spec
@@ -52,6 +53,22 @@ def _balance(job: Job, spec: Any) -> None:
         raise JobError(f"model.load_balance_coeff = {rate}: {job['model']['name']} {spec.flavor} has no experts")
     for moe in mixtures:
         moe.load_balance_coeff = rate or None
+
+
+def _indexers(job: Job, spec: Any) -> None:
+    """The stage of sparse attention's indexers and the weight of their loss, where the job gives them."""
+    given = {k: job["model"][f"indexer_{k}"] for k in ("stage", "loss_coeff")}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return
+    from jumar.titan.deepseek_v32 import SparseAttention
+
+    nodes = [node for _, node, _, _ in spec.model.traverse(SparseAttention.Config, recurse=True)]
+    for name, value in given.items():
+        if not nodes:
+            raise JobError(f"model.indexer_{name} = {value!r}: {job['model']['name']} {spec.flavor} has no indexers")
+        for node in nodes:
+            setattr(node, name, value)
 
 
 def stamp(job: Job, texts: Any) -> dict[str, Any]:

@@ -68,8 +68,9 @@ class Records:
         width = len(str(self.steps))
         held_out = f"val loss {record['validation_loss']:.4f}  " if "validation_loss" in record else ""
         uneven = f"balance {record['expert_balance_worst']:.2f}  " if "expert_balance_worst" in record else ""
+        indexers = f"indexer loss {record['indexer_loss']:.4f}  " if "indexer_loss" in record else ""
         line = (
-            f"{self.label}step {record['step']:{width}}/{self.steps}  loss {record['loss']:.4f}  {held_out}{uneven}"
+            f"{self.label}step {record['step']:{width}}/{self.steps}  loss {record['loss']:.4f}  {indexers}{held_out}{uneven}"
             f"grad norm {record['grad_norm']:.3f}  {record['tokens_per_second']:,.0f} tokens/s  "
             f"left {duration(left)}"
         )

@@ -166,6 +166,7 @@ def _plots(run: dict[str, Any]) -> str:
     curve = report_plots.curve
     plots = (
         ("loss", {"train": curve(records, "loss"), "validation": curve(records, "validation_loss"), "eager": curve(eager, "loss")}),
+        ("indexer loss", {"train": curve(records, "indexer_loss"), "eager": curve(eager, "indexer_loss")}),
         ("gradient norm", {"gradient norm": curve(records, "grad_norm")}),
         ("learning rate", {"learning rate": curve(records, "lr")}),
         ("tokens per second", {"fused" if eager else "this run": curve(records, "tokens_per_second"), "eager": curve(eager, "tokens_per_second")}),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from jumar import compat
-from jumar.train import experts, pace, rng
+from jumar.train import experts, indexers, pace, rng
 from jumar.train.signals import Stop
 
 compat.apply()
@@ -31,6 +31,7 @@ class JobTrainer(Trainer):
         stop: set by a signal; read after every step, by all ranks together.
         stopping: the run ends after this step.
         load: tokens per expert; empty for a model without experts.
+        indexer_loss: that of a model with sparse attention.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -43,6 +44,7 @@ class JobTrainer(Trainer):
         super().__init__(config)
         self.checkpointer.before_save = self.metrics_processor.sync
         self.load = experts.ExpertLoad(self.model_parts, self.model_config, self.parallel_dims, self.device)
+        self.indexer_loss = indexers.IndexerLoss(self.model_parts, self.model_config, self.parallel_dims, self.device)
 
     def batch_generator(self, data_iterable: Iterable) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """torchtitan's. It is called when a checkpoint was loaded and no step begun: all goes on from there."""
@@ -61,10 +63,14 @@ class JobTrainer(Trainer):
         pace.step_begins()
         self.checkpointer.raise_failed()
         self.load.begin()
+        self.indexer_loss.begin()
         with clipping(self.optimizers):
             super().train_step(data_iterator)
-        if self.load and self.metrics_processor.should_log(self.step):
-            self.metrics_processor.note(experts.summary(self.load.total()))
+        if self.metrics_processor.should_log(self.step):
+            if self.load:
+                self.metrics_processor.note(experts.summary(self.load.total()))
+            if self.indexer_loss:
+                self.metrics_processor.note({"indexer_loss": self.indexer_loss.mean()})
         if self.config.validator.enable and self.validator.due(self.step):
             self.validator.validate(self.model_parts, self.step)
         self.metrics_processor.commit()
