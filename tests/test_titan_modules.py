@@ -121,7 +121,8 @@ def test_forward_takes_the_parents_names():
             parent, fused = target._owner, replacement._owner
             names = list(inspect.signature(parent.forward).parameters)
             assert list(inspect.signature(fused.forward).parameters) == names
-            assert fused.__mro__[1] is parent
+            # The shim of FlexAttention is what its configuration builds on a CPU.
+            assert fused.__mro__[1] in parent.__mro__[:2]
 
 
 def test_signature_of_another_release():

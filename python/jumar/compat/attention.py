@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torchtitan.models.common.attention import FlexAttention
 
 _DENSE = "_jumar_dense"
@@ -31,8 +31,8 @@ WIDEN = _slow_bfloat16()
 def dense_mask(block_mask: BlockMask) -> Tensor:
     """The mask as bool [B or 1, H or 1, Q, K]: True where a query sees a key.
 
-    Made once a mask and kept on it. Built from ``mask_mod``, so it is exact at any length, also for the part of a mask
-    that a rank holds under context parallelism.
+    Made where it is first needed and kept on the mask, but for compiled graphs, which make it anew. Built from
+    ``mask_mod``, so it is exact at any length, also for the part of a mask that a rank holds under context parallelism.
     """
     mask = getattr(block_mask, _DENSE, None)
     if mask is None:
@@ -40,17 +40,9 @@ def dense_mask(block_mask: BlockMask) -> Tensor:
         queries, keys = block_mask.seq_lengths
         device = block_mask.kv_num_blocks.device
         mask = create_mask(block_mask.mask_mod, batch, heads, queries, keys, device=str(device))
-        setattr(block_mask, _DENSE, mask)
+        if not torch.compiler.is_compiling():
+            setattr(block_mask, _DENSE, mask)
     return mask
-
-
-def create_dense_block_mask(
-    mask_mod: Any, B: int | None, H: int | None, Q_LEN: int, KV_LEN: int, *args: Any, **kwargs: Any
-) -> BlockMask:
-    """``create_block_mask`` without compilation, with the dense mask made alongside."""
-    block_mask = create_block_mask(mask_mod, B, H, Q_LEN, KV_LEN, *args, **kwargs)
-    dense_mask(block_mask)
-    return block_mask
 
 
 class SdpaFlexAttention(FlexAttention):

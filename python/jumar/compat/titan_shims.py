@@ -74,14 +74,15 @@ def _needs_attention() -> bool:
 
 
 def _patch_attention() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
     from torchtitan.models.common import attention
 
-    from jumar.compat.attention import SdpaFlexAttention, create_dense_block_mask
+    from jumar.compat.attention import SdpaFlexAttention
 
     # Every config of FlexAttention builds the subclass from here on, in eager and in fused models alike.
     attention.FlexAttention.Config._owner = SdpaFlexAttention
     # The stock form compiles create_block_mask, which costs tens of seconds and a C++ compiler.
-    attention._compiled_create_block_mask = create_dense_block_mask
+    attention._compiled_create_block_mask = create_block_mask
 
 
 def _needs_histc() -> bool:

@@ -25,6 +25,13 @@ def _nothing(device: torch.device) -> Tensor:
     return torch.zeros(1, 1, dtype=torch.bool, device=device)
 
 
+def upper_left(device: torch.device) -> dict[str, Any]:
+    """Arguments for causal attention from the upper left."""
+    if device.type == "npu":
+        return {"atten_mask": compressed(device), "sparse_mode": 2}
+    return {"atten_mask": _nothing(device), "sparse_mode": 0, "next_tockens": 0}
+
+
 def band(device: torch.device, queries: int, keys: int, window: int | None) -> dict[str, Any]:
     """Arguments for causal attention from the lower right, in a window or not, in one layout with a batch."""
     if device.type != "npu" and queries == keys:

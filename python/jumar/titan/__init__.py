@@ -2,8 +2,8 @@
 
 With any torchtitan command::
 
-    --override.imports jumar.titan.npu_rms_norm jumar.titan.npu_rope jumar.titan.npu_swiglu jumar.titan.npu_linear \\
-        jumar.titan.npu_gmm jumar.titan.npu_permute jumar.titan.npu_router jumar.titan.npu_loss
+    --override.imports jumar.titan.npu_rms_norm jumar.titan.npu_rope jumar.titan.npu_sdpa jumar.titan.npu_swiglu \\
+        jumar.titan.npu_linear jumar.titan.npu_gmm jumar.titan.npu_permute jumar.titan.npu_router jumar.titan.npu_loss
 
 Each name below is an override factory. It turns a node of the model's configuration into the same node of a fused
 module, before anything is built, so the module's sharding, initialisation and place in the model stay, and with them
@@ -26,7 +26,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 
-from jumar.titan import modules, moe
+from jumar.titan import attention, modules, moe
 from jumar.titan.loss import LossConverter
 from jumar.titan.nodes import Converter, install
 
@@ -45,6 +45,7 @@ CONVERTERS: dict[str, Converter] = {
                 ComplexRoPE.Config: modules.FusedComplexRoPE.Config,
             },
         ),
+        attention.CONVERTER,
         Converter(
             "npu_swiglu",
             "swiglu_gate_up",
@@ -62,6 +63,7 @@ CONVERTERS: dict[str, Converter] = {
 
 npu_rms_norm = install(_REGISTRY, Override, CONVERTERS["npu_rms_norm"])
 npu_rope = install(_REGISTRY, Override, CONVERTERS["npu_rope"])
+npu_sdpa = install(_REGISTRY, Override, CONVERTERS["npu_sdpa"])
 npu_swiglu = install(_REGISTRY, Override, CONVERTERS["npu_swiglu"])
 npu_linear = install(_REGISTRY, Override, CONVERTERS["npu_linear"])
 npu_gmm = install(_REGISTRY, Override, CONVERTERS["npu_gmm"])
@@ -81,6 +83,7 @@ __all__ = [
     "npu_rms_norm",
     "npu_rope",
     "npu_router",
+    "npu_sdpa",
     "npu_swiglu",
     "plan",
 ]

@@ -19,13 +19,13 @@ class Converter:
     Attributes:
         name: as in a job file.
         operator: the fused operator that the built module calls; ``a or b`` where it depends on what else is fused.
-        target: the class of nodes to look at, subclasses included.
+        target: the class of nodes to look at, or several, subclasses included.
         replacements: for an exact node class, the node class of the fused module.
     """
 
     name: str
     operator: str
-    target: type
+    target: type | tuple[type, ...]
     replacements: dict[type, type]
 
     def nodes(self, root: Any) -> Iterator[tuple[str, Any]]:
