@@ -77,7 +77,7 @@ HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_
   constexpr int64_t kUnroll = kMR * sizeof(T) >= kLine ? 1 : 2;
   int64_t k = 0;
   for (; k + kUnroll <= kc; k += kUnroll) {
-    hwy::Prefetch(a + kAhead);
+    if constexpr (kFetch) hwy::Prefetch(a + kAhead);
     for (int64_t u = 0; u < kUnroll; ++u) step();
   }
   for (; k < kc; ++k) step();

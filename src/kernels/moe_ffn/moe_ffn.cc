@@ -190,6 +190,20 @@ void MultiplyAndCombine(const GemmKernel& kernel, const Routing& r, const std::v
   }
 }
 
+// The rows of tokens of each expert times matrices [.., inner], which `set_b(e, product)` gives.
+template <typename F>
+std::vector<TileProduct> InnerProducts(const TensorView& x, const Routing& r, const Shape& s, const F& set_b) {
+  std::vector<TileProduct> products(static_cast<size_t>(s.experts));
+  for (int64_t e = 0; e < s.experts; ++e) {
+    TileProduct& p = products[static_cast<size_t>(e)];
+    p.n = s.inner;
+    p.terms[0].a = TokenRows(x, r, e);
+    p.m = p.terms[0].a.matrix.rows;
+    set_b(static_cast<size_t>(e), &p);
+  }
+  return products;
+}
+
 TensorView Half(const TensorView& matrix, const Shape& s, int which) {
   return Narrow(matrix, 1, which * s.inner, s.inner);
 }
@@ -213,23 +227,14 @@ void MoeFfn(const char* op, const TensorView& hidden, const TensorView& ids, con
   const GemmKernel& kernel = ChooseGemmKernel(s.dtype, s.dtype);
   const HeapBuffer inner(r.used * s.inner * Bytes(s.dtype));
   const TensorView h = Contiguous(inner.data(), s.dtype, {r.used, s.inner});
-  std::vector<TileProduct> products;
-  std::vector<int64_t> first_row;
-  for (int64_t e = 0; e < s.experts; ++e) {
-    const auto i = static_cast<size_t>(e);
-    TileProduct p;
-    p.m = r.begin[i + 1] - r.begin[i];
-    p.n = s.inner;
-    p.separate = true;
-    p.term_count = 2;
-    p.terms[0] = {TokenRows(hidden, r, e), {RightOperand(Joined(w) ? Half(w.gate[i], s, 0) : w.gate[i])}};
-    p.terms[1].b = {RightOperand(Joined(w) ? Half(w.gate[i], s, 1) : w.up[i])};
-    if (p.m == 0) continue;
-    products.push_back(p);
-    first_row.push_back(r.begin[i]);
-  }
+  const std::vector<TileProduct> products = InnerProducts(hidden, r, s, [&](size_t e, TileProduct* p) {
+    p->separate = true;
+    p->term_count = 2;
+    p->terms[0].b = {RightOperand(Joined(w) ? Half(w.gate[e], s, 0) : w.gate[e])};
+    p->terms[1].b = {RightOperand(Joined(w) ? Half(w.gate[e], s, 1) : w.up[e])};
+  });
   RunTiles(kernel, products, [&](const SumTile& tile) {
-    const int64_t row = first_row[static_cast<size_t>(tile.product)] + tile.row;
+    const int64_t row = r.begin[static_cast<size_t>(tile.product)] + tile.row;
     SwigluTile t{};
     t.dtype = s.dtype;
     t.rows = tile.rows;
@@ -282,22 +287,12 @@ void MoeFfnBackward(const char* op, const TensorView& dy, const TensorView& hidd
   const int64_t cells = CeilDiv(s.inner, kGrid);
   const HeapBuffer dots(cells * r.used * Bytes(s.compute));
   {
-    std::vector<TileProduct> products;
-    std::vector<int64_t> first_row;
-    for (int64_t e = 0; e < s.experts; ++e) {
-      const auto i = static_cast<size_t>(e);
-      TileProduct p;
-      p.m = r.begin[i + 1] - r.begin[i];
-      p.n = s.inner;
-      p.terms[0] = {TokenRows(dy, r, e), {RightOperand(Transposed(w.down[i]))}};
-      if (p.m == 0) continue;
-      products.push_back(p);
-      first_row.push_back(r.begin[i]);
-    }
+    const std::vector<TileProduct> products = InnerProducts(
+        dy, r, s, [&](size_t e, TileProduct* p) { p->terms[0].b = {RightOperand(Transposed(w.down[e]))}; });
     RunTiles(
         kernel, products,
         [&](const SumTile& tile) {
-          const int64_t row = first_row[static_cast<size_t>(tile.product)] + tile.row;
+          const int64_t row = r.begin[static_cast<size_t>(tile.product)] + tile.row;
           SwigluGradTile t{};
           t.dtype = s.dtype;
           t.rows = tile.rows;
