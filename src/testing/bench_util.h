@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <vector>
 
 #include "jumar/tensor.h"
@@ -22,10 +23,24 @@ inline void SetValue(DType dtype, void* data, int64_t i, float value) {
   }
 }
 
+// Memory that begins on a cache line, as that of torch's tensors does.
+template <typename T>
+struct LineAllocator {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  LineAllocator() = default;
+  template <typename U>
+  explicit LineAllocator(const LineAllocator<U>& /*other*/) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kLine)); }
+  void deallocate(T* p, size_t /*n*/) { ::operator delete(p, kLine); }
+  bool operator==(const LineAllocator& /*other*/) const { return true; }
+};
+using Memory = std::vector<char, LineAllocator<char>>;
+
 // n elements, each value_of(random 32 bits).
 template <typename F>
-std::vector<char> RandomValues(DType dtype, int64_t n, const F& value_of) {
-  std::vector<char> data(static_cast<size_t>(n) * SizeOf(dtype));
+Memory RandomValues(DType dtype, int64_t n, const F& value_of) {
+  Memory data(static_cast<size_t>(n) * SizeOf(dtype));
   uint32_t state = 1;
   for (int64_t i = 0; i < n; ++i) {
     state = state * 1664525u + 1013904223u;
@@ -35,7 +50,7 @@ std::vector<char> RandomValues(DType dtype, int64_t n, const F& value_of) {
 }
 
 // Multiples of 1/32 from -3/32 to 4/32: short sums of their products are exact.
-inline std::vector<char> SmallValues(DType dtype, int64_t n) {
+inline Memory SmallValues(DType dtype, int64_t n) {
   return RandomValues(dtype, n,
                       [](uint32_t random) { return static_cast<float>(static_cast<int>(random >> 29) - 3) / 32; });
 }

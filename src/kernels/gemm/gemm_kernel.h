@@ -4,6 +4,9 @@
 // A block of A, `rows` x kc, is packed into panels of `mr` rows: within a panel, the mr values of each k are adjacent.
 // B likewise into panels of `nr` columns. The padding of a panel holds arbitrary finite or copied values in row
 // direction (its products are never stored) and zeros in k direction.
+//
+// Few rows of A may be dealt out evenly, 32 as 6 + 6 + 5 + 5 + 5 + 5 rather than five times 6 and 2: a product of two
+// rows takes as long as one of five.
 #pragma once
 
 #include <cstdint>
@@ -33,6 +36,14 @@ inline GemmOperand RightOperand(const TensorView& x) {
   return {x.data, x.dtype, x.size[1], x.size[0], x.stride[1], x.stride[0]};
 }
 
+// The fewest panels that hold `all` rows: `longer` of rows + 1, then some of `rows`.
+struct EvenPanels {
+  EvenPanels(int64_t all, int64_t width) : rows(all / Count(all, width)), longer(all % Count(all, width)) {}
+  static int64_t Count(int64_t all, int64_t width) { return all <= width ? 1 : CeilDiv(all, width); }
+  int64_t rows;
+  int64_t longer;
+};
+
 // Rows [row, row + rows) by [k, k + kc) of an operand become ceil(rows / panel width) panels, `panel` packed elements
 // apart. Reads may touch rows beyond row + rows where the operand has them.
 struct GemmPack {
@@ -43,6 +54,15 @@ struct GemmPack {
   int64_t kc;
   int64_t panel;
   void* out;
+  bool even = false;  // of A: rows are dealt out evenly, where the kernel can
+};
+
+// Memory that is wanted soon: `runs` runs of `bytes` bytes, `stride` bytes apart.
+struct GemmAhead {
+  const char* data = nullptr;
+  int64_t runs = 0;
+  int64_t bytes = 0;
+  int64_t stride = 0;
 };
 
 // c[0..m) x [0..n) (+)= A block * B block, in the accumulation type; nothing else of c is touched.
@@ -57,6 +77,8 @@ struct GemmBlock {
   void* c;
   int64_t ldc;
   bool accumulate;
+  bool even = false;  // as A was packed: m are then the rows of one GemmPack
+  GemmAhead ahead{};  // comes nearer meanwhile
 };
 
 // out[i, j] = round(acc[i, j] + bias); bias is per column, or per row when bias_per_row; null: none. With `add`, which
@@ -73,6 +95,7 @@ struct GemmStore {
   int64_t row_stride;
   int64_t col_stride;
   bool add = false;
+  bool stream = false;  // adjacent columns that begin on a vector go past the caches
 };
 
 struct GemmKernel {

@@ -113,6 +113,32 @@ MicroKernelPtr<T> KernelForRows(int64_t rows) {
   return kTable[rows - 1];
 }
 
+// Asks for memory, a few lines at a time, so that it arrives while a product is computed.
+class Fetcher {
+ public:
+  Fetcher(const GemmAhead& memory, int64_t calls) : memory_(memory), at_(memory.data), left_(memory.runs) {
+    const int64_t lines = memory.runs * CeilDiv(memory.bytes, static_cast<int64_t>(kLine));
+    per_call_ = CeilDiv(lines, std::max<int64_t>(calls, 1));
+  }
+  void Some() {
+    for (int64_t i = 0; i < per_call_ && left_ > 0; ++i) {
+      __builtin_prefetch(at_ + offset_, 0, 2);
+      offset_ += kLine;
+      if (offset_ < memory_.bytes) continue;
+      offset_ = 0;
+      at_ += memory_.stride;
+      --left_;
+    }
+  }
+
+ private:
+  const GemmAhead& memory_;
+  const char* at_;
+  int64_t left_;
+  int64_t offset_ = 0;
+  int64_t per_call_;
+};
+
 template <bool kFetch, typename T>
 void Multiply(const GemmBlock& block) {
   const hn::ScalableTag<T> d;
@@ -124,17 +150,21 @@ void Multiply(const GemmBlock& block) {
   const int64_t calls = (block.m + kMR - 1) / kMR;
   constexpr int64_t kPerLine = kLine / sizeof(T);
   const int64_t ahead = calls < 8 ? 0 : (block.kc * nr + kPerLine * calls - 1) / (kPerLine * calls) * kPerLine;
+  const EvenPanels even(block.m, kMR);
+  Fetcher fetcher(block.ahead, calls * CeilDiv(block.n, nr));
   for (int64_t j = 0; j < block.n; j += nr, b += block.b_panel, c_col += nr) {
     const int64_t cols = std::min(nr, block.n - j);
     const T* a = static_cast<const T*>(block.a);
     T* c = c_col;
     const T* next = b + block.b_panel;
-    for (int64_t i = 0; i < block.m; i += kMR, a += block.a_panel, c += kMR * block.ldc) {
+    for (int64_t i = 0, panel = 0, rows = 0; i < block.m;
+         i += rows, ++panel, a += block.a_panel, c += rows * block.ldc) {
       if constexpr (kFetch) {
         for (int64_t t = 0; t < ahead; t += kPerLine) __builtin_prefetch(next + t, 0, 2);
         next += ahead;
       }
-      const int64_t rows = std::min<int64_t>(kMR, block.m - i);
+      fetcher.Some();
+      rows = block.even ? even.rows + (panel < even.longer ? 1 : 0) : std::min<int64_t>(kMR, block.m - i);
       const MicroKernelPtr<T> kernel = KernelForRows<kFetch, T>(rows);
       if (cols == nr) {
         kernel(block.kc, a, b, c, block.ldc, block.accumulate);
@@ -151,18 +181,26 @@ void Multiply(const GemmBlock& block) {
 }
 
 // Vectors of adjacent accumulators -> adjacent outputs.
-template <typename T, typename O>
+template <bool kStream, typename T, typename O>
 void StoreRow(const T* acc, const T* bias, T row_bias, int64_t n, O* out) {
   const hn::ScalableTag<T> d;
+  using V = hn::Vec<decltype(d)>;
   const auto add = hn::Set(d, row_bias);
-  if (bias != nullptr) {
-    ForEachVector(d, static_cast<size_t>(n), [&](const auto& load, const auto& store) HWY_ATTR {
-      store(hn::Add(hn::Add(load(acc), add), load(bias)), out);
-    });
-  } else {
-    ForEachVector(d, static_cast<size_t>(n),
-                  [&](const auto& load, const auto& store) HWY_ATTR { store(hn::Add(load(acc), add), out); });
-  }
+  ForEachTwo<kStream>(d, static_cast<size_t>(n), [&](const auto& load, const auto& store) HWY_ATTR {
+    V a;
+    V b;
+    load(acc, a, b);
+    a = hn::Add(a, add);
+    b = hn::Add(b, add);
+    if (bias != nullptr) {
+      V c;
+      V e;
+      load(bias, c, e);
+      a = hn::Add(a, c);
+      b = hn::Add(b, e);
+    }
+    store(a, b, out);
+  });
 }
 
 template <typename T, typename O>
@@ -177,9 +215,16 @@ void StoreAs(const GemmStore& s) {
   const auto row_bias = [&](int64_t i) { return bias != nullptr && s.bias_per_row ? bias[i] : T(-0.0); };
   const T* col_bias = s.bias_per_row ? nullptr : bias;
   if (s.col_stride == 1 || s.n == 1) {
+    const auto vector = static_cast<uintptr_t>(hn::Lanes(hn::ScalableTag<T>()) * sizeof(T));
     for (int64_t i = 0; i < s.m; ++i) {
-      StoreRow(acc + i * s.ld_acc, col_bias, row_bias(i), s.n, out + i * s.row_stride);
+      O* row = out + i * s.row_stride;
+      if (s.stream && reinterpret_cast<uintptr_t>(row) % vector == 0) {
+        StoreRow<true>(acc + i * s.ld_acc, col_bias, row_bias(i), s.n, row);
+      } else {
+        StoreRow<false>(acc + i * s.ld_acc, col_bias, row_bias(i), s.n, row);
+      }
     }
+    if (s.stream) hwy::FlushStream();
     return;
   }
   if (s.row_stride == 1) {
@@ -188,7 +233,7 @@ void StoreAs(const GemmStore& s) {
         const int64_t run = std::min(kRun, s.m - i);
         for (int64_t r = 0; r < run; ++r) gathered[r] = acc[(i + r) * s.ld_acc + j];
         const T* along = s.bias_per_row && bias != nullptr ? bias + i : nullptr;
-        StoreRow(gathered, along, col_bias == nullptr ? T(-0.0) : col_bias[j], run, out + j * s.col_stride + i);
+        StoreRow<false>(gathered, along, col_bias == nullptr ? T(-0.0) : col_bias[j], run, out + j * s.col_stride + i);
       }
     }
     return;
@@ -196,7 +241,7 @@ void StoreAs(const GemmStore& s) {
   for (int64_t i = 0; i < s.m; ++i) {
     for (int64_t j = 0; j < s.n; j += kRun) {
       const int64_t run = std::min(kRun, s.n - j);
-      StoreRow(acc + i * s.ld_acc + j, col_bias == nullptr ? nullptr : col_bias + j, row_bias(i), run, narrow);
+      StoreRow<false>(acc + i * s.ld_acc + j, col_bias == nullptr ? nullptr : col_bias + j, row_bias(i), run, narrow);
       for (int64_t r = 0; r < run; ++r) out[i * s.row_stride + (j + r) * s.col_stride] = narrow[r];
     }
   }

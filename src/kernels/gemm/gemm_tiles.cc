@@ -18,9 +18,13 @@ constexpr int64_t kUnitCols = 2048;   // bounds the sums that outlive one run ov
 constexpr int64_t kSlab = 256;        // columns of B that are packed at a time
 constexpr int64_t kNarrowSlab = 128;  // likewise, for few rows: panels are used at once and leave the cache
 constexpr int64_t kFewRows = 32;
+constexpr int64_t kEvenRows = 64;           // up to which they are dealt out evenly
+constexpr int64_t kPieceCols = 32;          // of B that are packed at a time for them
+constexpr int64_t kPartRows = 96;           // whose sums stay near
+constexpr int64_t kStreamBytes = 16 << 20;  // results of this size have left the caches before they are read
 constexpr int64_t kMaxDepth = 2048;         // the run of K of A that is packed at a time
 constexpr int64_t kSkew = 16;               // keeps rows of sums off the same cache set
-constexpr int64_t kUnitsPerThread = 6;      // pieces that even out what threads do
+constexpr int64_t kUnitsPerThread = 6;      // steps that even out what threads do
 constexpr double kSerialProduct = 1 << 17;  // multiply-adds that are not worth a second thread
 
 // Pieces of at most `limit`, equal but for the rounding to `unit`.
@@ -144,11 +148,11 @@ class Tiles {
     return blocks;
   }
 
-  // Rows [row, row + rows) by one block of K of an operand, as panels.
+  // Rows [row, row + rows) by one block of K of an operand, as panels; `even` as in GemmPack.
   void Pack(void (*pack)(const GemmPack&), const TileOperand& x, int64_t row, int64_t rows, const KBlock& block,
-            int64_t panel, void* gathered, void* out) const {
+            int64_t panel, void* gathered, void* out, bool even) const {
     GemmOperand picked = x.matrix;
-    GemmPack p{&picked, row, rows, block.k, block.kc, panel, out};
+    GemmPack p{&picked, row, rows, block.k, block.kc, panel, out, even};
     if (x.row_at != nullptr || x.k_at != nullptr) {
       picked.data = gathered;
       picked.rows = rows;
@@ -168,6 +172,42 @@ class Tiles {
     pack(p);
   }
 
+  // What Pack of B will read, if it is not picked from here and there.
+  static GemmAhead Raw(const TileOperand& x, int64_t row, int64_t rows, const KBlock& block) {
+    if (x.row_at != nullptr || x.k_at != nullptr) return {};
+    const GemmOperand& m = x.matrix;
+    const auto size = static_cast<int64_t>(SizeOf(m.dtype));
+    const char* data = static_cast<const char*>(m.data) + (row * m.row_stride + block.k * m.k_stride) * size;
+    if (m.row_stride == 1) return {data, block.kc, rows * size, m.k_stride * size};
+    if (m.k_stride == 1) return {data, rows, block.kc * size, m.row_stride * size};
+    return {};
+  }
+
+  // What is packed of B at a time: one block of K of some columns of a unit, for one result.
+  struct Step {
+    int result;
+    int64_t at;
+    int64_t col;
+    int64_t cols;
+    bool last;  // of its slab
+  };
+
+  static std::vector<Step> Steps(const Unit& u, int results, int64_t q, int64_t q_end, int64_t slab, int64_t width) {
+    std::vector<Step> steps;
+    for (int64_t begin = 0; begin < u.cols; begin += slab) {
+      const int64_t end = std::min(begin + slab, u.cols);
+      for (int r = 0; r < results; ++r) {
+        for (int64_t at = q; at < q_end; ++at) {
+          for (int64_t col = begin; col < end; col += width) {
+            steps.push_back({r, at, col, std::min(width, end - col), false});
+          }
+        }
+      }
+      if (!steps.empty()) steps.back().last = true;
+    }
+    return steps;
+  }
+
   void RunUnit(const Unit& u) const {
     ScratchFrame frame;
     const TileProduct& p = products_[static_cast<size_t>(u.product)];
@@ -176,14 +216,22 @@ class Tiles {
     int64_t kc = kernel_.k_step;
     for (const KBlock& b : blocks) kc = std::max(kc, b.kc);
     const int64_t depth = std::min(block_count, std::max<int64_t>(1, kMaxDepth / kc));
+    const int results = Results(p);
+    const bool even = u.rows <= kEvenRows;
+    const bool own_sums = p.sums == nullptr;
+    const bool one_run = depth == block_count;
+    // With one block of K the sums of some rows are finished, and leave the near caches, before those of others.
+    const bool in_parts = block_count == 1 && results == 1 && own_sums && !even;
+    const int64_t part = in_parts ? RoundUp(kPartRows, kernel_.mr) : u.rows;
     const int64_t slab = std::min(SlabOf(u.rows), RoundUp(u.cols, kernel_.nr));
+    const int64_t width = even ? std::min(slab, RoundUp(kPieceCols, kernel_.nr)) : slab;
     const int64_t a_panel = kernel_.PanelStride(kernel_.mr, kc);
     const int64_t b_panel = kernel_.PanelStride(kernel_.nr, kc);
     const auto acc_bytes = static_cast<int64_t>(SizeOf(kernel_.acc));
     const int64_t packed = kernel_.packed_bytes;
     const int64_t a_block = CeilDiv(u.rows, kernel_.mr) * a_panel * packed;
     char* a = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(depth * a_block)));
-    char* b = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(CeilDiv(slab, kernel_.nr) * b_panel * packed)));
+    char* b = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(CeilDiv(width, kernel_.nr) * b_panel * packed)));
     char* gathered = nullptr;
     for (const TileTerm& term : p.terms) {
       const bool picks =
@@ -192,48 +240,71 @@ class Tiles {
         gathered = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(std::max(u.rows, slab) * kc * 8)));
       }
     }
-    const int results = Results(p);
-    const bool one_run = depth == block_count;
     int64_t ld = p.ld_sums;
     char* sums = nullptr;
-    if (p.sums == nullptr) {
+    if (own_sums) {
       ld = RoundUp(one_run ? slab : u.cols, kernel_.nr) + kSkew;
-      sums = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(results * u.rows * ld * acc_bytes)));
+      sums = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(results * part * ld * acc_bytes)));
     } else {
       sums = static_cast<char*>(p.sums) + (u.row * ld + u.col) * acc_bytes;
     }
-    for (int64_t q = 0; q < std::max<int64_t>(block_count, 1); q += std::max<int64_t>(depth, 1)) {
+    const auto sums_at = [&](int r, int64_t col) {
+      return sums + (r * u.rows * ld + (one_run && own_sums ? col % slab : col)) * acc_bytes;
+    };
+    const auto tile_of = [&](int64_t col) {
+      const int64_t begin = col / slab * slab;
+      return SumTile{u.product,
+                     u.row,
+                     u.rows,
+                     u.col + begin,
+                     std::min(slab, u.cols - begin),
+                     {sums_at(0, begin), results > 1 ? sums_at(1, begin) : nullptr},
+                     ld};
+    };
+    const auto right = [&](const Step& step) -> const TileOperand& {
+      return p.terms[p.separate ? step.result : blocks[static_cast<size_t>(step.at)].term].b;
+    };
+    for (int64_t q = 0; q < block_count; q += depth) {
       const int64_t q_end = std::min(q + depth, block_count);
       for (int64_t at = q; at < q_end; ++at) {
-        const KBlock& block = blocks[static_cast<size_t>(at)];
-        Pack(kernel_.pack_a, p.terms[block.term].a, u.row, u.rows, block, a_panel, gathered, a + (at - q) * a_block);
+        const KBlock& k = blocks[static_cast<size_t>(at)];
+        Pack(kernel_.pack_a, p.terms[k.term].a, u.row, u.rows, k, a_panel, gathered, a + (at - q) * a_block, even);
       }
-      for (int64_t col = 0; col < u.cols; col += slab) {
-        const int64_t cols = std::min(slab, u.cols - col);
-        SumTile tile{u.product, u.row, u.rows, u.col + col, cols, {nullptr, nullptr}, ld};
-        for (int r = 0; r < results; ++r) {
-          GemmBlock block{};
-          block.m = u.rows;
-          block.n = p.sums != nullptr ? cols : RoundUp(cols, kernel_.nr);
-          block.a_panel = a_panel;
-          block.b = b;
-          block.b_panel = b_panel;
-          block.ldc = ld;
-          block.c = sums + (r * u.rows * ld + (one_run && p.sums == nullptr ? 0 : col)) * acc_bytes;
-          tile.sums[r] = block.c;
-          for (int64_t at = q; at < q_end; ++at) {
-            const KBlock& k = blocks[static_cast<size_t>(at)];
-            const TileOperand& right = p.terms[p.separate ? r : k.term].b;
-            Pack(kernel_.pack_b, right, u.col + col, cols, k, b_panel, gathered, b);
-            block.kc = k.kc;
-            block.a = a + (at - q) * a_block;
-            block.accumulate = p.add || at > 0;
-            kernel_.multiply(block);
-          }
+      const std::vector<Step> steps = Steps(u, results, q, q_end, slab, width);
+      for (size_t i = 0; i < steps.size(); ++i) {
+        const Step& step = steps[i];
+        const KBlock& k = blocks[static_cast<size_t>(step.at)];
+        Pack(kernel_.pack_b, right(step), u.col + step.col, step.cols, k, b_panel, gathered, b, false);
+        GemmBlock block{};
+        block.n = own_sums ? RoundUp(step.cols, kernel_.nr) : step.cols;
+        block.kc = k.kc;
+        block.a_panel = a_panel;
+        block.b = b;
+        block.b_panel = b_panel;
+        block.ldc = ld;
+        block.accumulate = p.add || step.at > 0;
+        block.even = even;
+        if (i + 1 < steps.size()) {
+          const Step& then = steps[i + 1];
+          block.ahead = Raw(right(then), u.col + then.col, then.cols, blocks[static_cast<size_t>(then.at)]);
         }
-        if (block_count == 0 && !p.add) Zero(tile, results);
-        if (q_end == block_count && p.sums == nullptr) epilogue_(tile);
+        SumTile tile = tile_of(step.col);
+        for (int64_t row = 0; row < u.rows; row += part, block.ahead = {}) {
+          block.m = std::min(part, u.rows - row);
+          block.a = a + (step.at - q) * a_block + row / kernel_.mr * a_panel * packed;
+          block.c = sums_at(step.result, step.col);
+          (even || in_parts ? kernel_.multiply_near : kernel_.multiply)(block);
+          if (!own_sums || !step.last || q_end < block_count) continue;
+          tile.row = u.row + row;
+          tile.rows = block.m;
+          epilogue_(tile);
+        }
       }
+    }
+    for (int64_t col = 0; block_count == 0 && col < u.cols; col += slab) {
+      const SumTile tile = tile_of(col);
+      if (!p.add) Zero(tile, results);
+      if (own_sums) epilogue_(tile);
     }
   }
 
@@ -276,6 +347,7 @@ void RunTiles(const GemmKernel& kernel, const std::vector<TileProduct>& products
 
 void RunProducts(const GemmKernel& kernel, std::vector<MatrixProduct> products, bool add) {
   std::vector<TileProduct> tiles;
+  int64_t bytes = 0;
   for (MatrixProduct& product : products) {
     // A result that lies column by column is computed as its transpose.
     if (product.bias == nullptr && product.out.stride[0] == 1 && product.out.stride[1] != 1) {
@@ -293,6 +365,7 @@ void RunProducts(const GemmKernel& kernel, std::vector<MatrixProduct> products, 
       p.add = add;
     }
     tiles.push_back(p);
+    bytes += out.numel() * static_cast<int64_t>(SizeOf(out.dtype));
   }
   RunTiles(kernel, tiles, [&](const SumTile& tile) {
     const MatrixProduct& product = products[static_cast<size_t>(tile.product)];
@@ -310,6 +383,7 @@ void RunProducts(const GemmKernel& kernel, std::vector<MatrixProduct> products, 
     store.dtype = part.dtype;
     store.row_stride = part.stride[0];
     store.col_stride = part.stride[1];
+    store.stream = bytes >= kStreamBytes;
     kernel.store(store);
   });
 }

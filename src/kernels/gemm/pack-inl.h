@@ -32,30 +32,30 @@ void PackAnyStride(const S* src, int64_t row_stride, int64_t k_stride, int64_t r
 // long runs.
 template <typename T, typename S>
 void PackAlongRows(const S* src, int64_t k_stride, int64_t readable, int64_t rows, int64_t kc, int64_t width,
-                   int64_t panel, T* out) {
+                   int64_t step, int64_t panel, T* out) {
   const hn::ScalableTag<T> d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  const int64_t panels = (rows + width - 1) / width;
+  const int64_t panels = CeilDiv(rows, step);
   // Panels whose vectors all lie within the operand.
   const int64_t reach = (width + lanes - 1) / lanes * lanes;
-  const int64_t whole = readable < reach ? 0 : std::min(panels, (readable - reach) / width + 1);
+  const int64_t whole = readable < reach ? 0 : std::min(panels, (readable - reach) / step + 1);
   for (int64_t k = 0; k < kc; ++k) {
     const S* from = src + k * k_stride;
     T* to = out + k * width;
     if (width == 2 * lanes) {
-      for (int64_t p = 0; p < whole; ++p, from += width, to += panel) {
+      for (int64_t p = 0; p < whole; ++p, from += step, to += panel) {
         hn::StoreU(LoadWide(d, from), d, to);
         hn::StoreU(LoadWide(d, from + lanes), d, to + lanes);
       }
     } else if (width <= lanes) {
-      for (int64_t p = 0; p < whole; ++p, from += width, to += panel) hn::StoreU(LoadWide(d, from), d, to);
+      for (int64_t p = 0; p < whole; ++p, from += step, to += panel) hn::StoreU(LoadWide(d, from), d, to);
     } else {
-      for (int64_t p = 0; p < whole; ++p, from += width, to += panel) {
+      for (int64_t p = 0; p < whole; ++p, from += step, to += panel) {
         for (int64_t r = 0; r < width; r += lanes) hn::StoreU(LoadWide(d, from + r), d, to + r);
       }
     }
-    for (int64_t p = whole; p < panels; ++p, from += width, to += panel) {
-      const int64_t have = readable - p * width;
+    for (int64_t p = whole; p < panels; ++p, from += step, to += panel) {
+      const int64_t have = readable - p * step;
       for (int64_t r = 0; r < width; r += lanes) {
         const int64_t n = std::clamp<int64_t>(have - r, 0, lanes);
         hn::StoreU(LoadWideN(d, from + r, static_cast<size_t>(n)), d, to + r);
@@ -141,18 +141,18 @@ void PackAlongK(const S* const* rows, int64_t kc, int64_t width, T* out) {
 #endif  // !HWY_HAVE_SCALABLE
 
 // Whole vectors are stored: the last one of a k may reach into the next k, which is written later, or into the slack
-// after the panel. Groups of rows therefore go from the last to the first.
+// after the panel. Groups of rows therefore go from the last to the first. A panel takes `step` new rows.
 template <typename T, typename S>
-void PackTyped(const GemmPack& p, int64_t width) {
+void PackTyped(const GemmPack& p, int64_t width, int64_t step) {
   const GemmOperand& x = *p.operand;
   const S* src = static_cast<const S*>(x.data) + p.row * x.row_stride + p.k * x.k_stride;
   T* out = static_cast<T*>(p.out);
   const int64_t readable = x.rows - p.row;
   if (x.row_stride == 1 || (x.rows == 1 && x.k_stride != 1)) {
-    return PackAlongRows(src, x.k_stride, readable, p.rows, p.kc, width, p.panel, out);
+    return PackAlongRows(src, x.k_stride, readable, p.rows, p.kc, width, step, p.panel, out);
   }
   const auto lanes = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<T>()));
-  for (int64_t first = 0; first < p.rows; first += width, out += p.panel) {
+  for (int64_t first = 0; first < p.rows; first += step, out += p.panel) {
     for (int64_t g = (width - 1) / lanes; g >= 0; --g) {
       const int64_t row = first + g * lanes;
       T* to = out + g * lanes;
@@ -174,7 +174,17 @@ void PackTyped(const GemmPack& p, int64_t width) {
 // Panels of `width` rows in the compute type T.
 template <typename T>
 void PackPanels(const GemmPack& p, int64_t width) {
-  WithStored<T>(p.operand->dtype, [&](auto type) HWY_ATTR { PackTyped<T, decltype(type)>(p, width); });
+  WithStored<T>(p.operand->dtype, [&](auto type) HWY_ATTR {
+    if (!p.even) return PackTyped<T, decltype(type)>(p, width, width);
+    const EvenPanels even(p.rows, width);
+    GemmPack part = p;
+    part.rows = even.longer * (even.rows + 1);
+    PackTyped<T, decltype(type)>(part, width, even.rows + 1);
+    part.row += part.rows;
+    part.rows = p.rows - part.rows;
+    part.out = static_cast<T*>(p.out) + even.longer * p.panel;
+    PackTyped<T, decltype(type)>(part, width, even.rows);
+  });
 }
 
 }  // namespace HWY_NAMESPACE

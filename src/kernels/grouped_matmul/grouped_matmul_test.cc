@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "kernels/gemm/gemm.h"
 #include "kernels/grouped_matmul/grouped_matmul_ref.h"
@@ -164,6 +165,55 @@ TEST(GroupedMatmul, SameBitsForEveryThreadCount) {
       });
     }
     for (const auto& other : results) ASSERT_EQ(results[0], other) << Name(dtype);
+  }
+}
+
+// However many rows a group has, its numbers are those of a product of its own.
+TEST(GroupedMatmul, EveryCountOfRows) {
+  std::vector<int64_t> sizes;
+  for (int64_t n = 1; n <= 67; ++n) sizes.push_back(n);
+  const RowGroups groups = Sizes(sizes);
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    Buffer x(dtype, {groups.used, 300});
+    Buffer w(dtype, {300, 70});
+    x.FillRandom(1);
+    w.FillRandom(2);
+    ForEachSimdTarget([&](const std::string& target) {
+      Buffer y(dtype, {groups.used, 70});
+      GroupedMatmul(kOp, x.view(), std::vector<TensorView>(sizes.size(), w.view()), {}, groups, y.view());
+      Buffer expected(dtype, {groups.used, 70});
+      for (const auto& range : groups.ranges) {
+        Gemm(kOp, Narrow(x.view(), 0, range.begin, range.end - range.begin), w.view(), nullptr,
+             Narrow(expected.view(), 0, range.begin, range.end - range.begin));
+      }
+      EXPECT_EQ(y.ToDoubles(), expected.ToDoubles()) << target << " " << Name(dtype);
+    });
+  }
+}
+
+// Results that are larger than the caches go past them; the numbers are those of each gradient alone, which does not.
+TEST(GroupedMatmul, LargeGradients) {
+  const RowGroups groups = Sizes({3, 0, 1, 4, 2, 3, 1, 2, 5});
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    Buffer x(dtype, {groups.used, 1000});
+    Buffer dy(dtype, {groups.used, 1000});
+    x.FillRandom(1);
+    dy.FillRandom(2);
+    ForEachSimdTarget([&](const std::string& target) {
+      Buffer all(dtype, {9, 1000, 1000});
+      GroupedMatmulWgrad(kOp, x.view(), dy.view(), groups, Unstack(all.view()), false);
+      all.CheckRedZones(target);
+      for (int64_t g = 0; g < 9; ++g) {
+        Buffer one(dtype, {1, 1000, 1000});
+        RowGroups alone;
+        alone.ranges = {groups.ranges[static_cast<size_t>(g)]};
+        alone.used = groups.used;
+        GroupedMatmulWgrad(kOp, x.view(), dy.view(), alone, Unstack(one.view()), false);
+        const TensorView part = Unstack(all.view())[static_cast<size_t>(g)];
+        ASSERT_EQ(std::memcmp(part.data, one.view().data, 1000 * 1000 * SizeOf(dtype)), 0)
+            << target << " " << Name(dtype) << " group " << g;
+      }
+    });
   }
 }
 

@@ -13,7 +13,7 @@ namespace jumar {
 namespace {
 
 // Values in (-4, 4), exact in bf16 to 8 bits.
-std::vector<char> Values(DType dtype, int64_t n) {
+testing::Memory Values(DType dtype, int64_t n) {
   return testing::RandomValues(
       dtype, n, [](uint32_t random) { return static_cast<float>(static_cast<int32_t>(random)) * 0x1p-29f; });
 }
@@ -28,7 +28,7 @@ struct Data {
         w(Contiguous(weights.data(), dtype, {rows, k})),
         i(Contiguous(indices.data(), DType::kI64, {rows, k})),
         dlogits(Contiguous(dx.data(), dtype, {rows, experts})) {}
-  std::vector<char> x, weights, dx;
+  testing::Memory x, weights, dx;
   std::vector<int64_t> indices;
   TensorView logits, w, i, dlogits;
 };
