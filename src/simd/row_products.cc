@@ -28,8 +28,7 @@ constexpr int kRowsOfCall = 12;
 constexpr int kRowsOfCall = 6;
 #endif
 constexpr int64_t kDepth = 256;  // k of a block: a panel of b stays in the first cache
-constexpr int64_t kRun = 128;    // likewise rows whose columns are summed
-constexpr int64_t kAhead = 8;    // rows that are fetched ahead
+constexpr int64_t kRun = 32;     // rows whose columns are summed: they lie on few cache sets
 constexpr int64_t kLine = 64;
 
 // c[i][two vectors] (+)= sum over k of a[i][k] * b[k * b_step ..]. kTwo: else one vector. `next`: the rows of the call
@@ -76,8 +75,9 @@ HWY_NOINLINE void Dots(const T* const* a, const T* b, int64_t b_step, int64_t kc
 #undef JUMAR_X
 }
 
-// c[r * ldc][two vectors] (+)= sum over i < n of a[i * a_step + r] * rows[i][col ..].
-template <int kRows, typename T>
+// c[r * ldc][two vectors] (+)= sum over i < n of a[i * a_step + r] * rows[i][col ..]. kFetch: the next run's rows come
+// nearer.
+template <int kRows, bool kFetch, typename T>
 HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t col, int64_t n, T* c, int64_t ldc,
                        bool accumulate) {
   const hn::ScalableTag<T> d;
@@ -89,7 +89,7 @@ HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t
 #undef JUMAR_X
   for (int64_t k = 0; k < n; ++k, a += a_step) {
     const T* b = rows[k] + col;
-    hwy::Prefetch(rows[std::min(k + kAhead, n - 1)] + col);
+    if constexpr (kFetch) hwy::Prefetch(rows[k + kRun] + col);
     const auto b0 = hn::LoadU(d, b);
     const auto b1 = hn::LoadU(d, b + lanes);
 #define JUMAR_X(i)                    \
@@ -121,10 +121,10 @@ auto DotsOf(int64_t rows) {
   return kTable[rows - 1];
 }
 
-template <typename T>
+template <bool kFetch, typename T>
 auto SumsOf(int64_t rows) {
   using Ptr = void (*)(const T*, int64_t, const T* const*, int64_t, int64_t, T*, int64_t, bool);
-#define JUMAR_X(i) &Sums<i + 1, T>,
+#define JUMAR_X(i) &Sums<i + 1, kFetch, T>,
   static constexpr Ptr kTable[] = {JUMAR_PRODUCT_ROWS(JUMAR_X)};
 #undef JUMAR_X
   return kTable[rows - 1];
@@ -186,7 +186,9 @@ void SumRows(const RowSums& x) {
       int64_t lane = 0;
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t count = (x.lanes - lane) / (groups - g);
-        SumsOf<T>(count)(panel + lane, width, from, col, run, out + lane * x.ld + j, x.ld, x.accumulate || i > 0);
+        const bool fetch = g == 0 && i + 2 * kRun <= x.n && from != edge_rows;
+        (fetch ? SumsOf<true, T>(count) : SumsOf<false, T>(count))(panel + lane, width, from, col, run,
+                                                                   out + lane * x.ld + j, x.ld, x.accumulate || i > 0);
         lane += count;
       }
     }

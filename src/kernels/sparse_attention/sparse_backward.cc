@@ -78,19 +78,17 @@ class Backward {
     ScratchFrame frame;
     std::vector<Item> items(static_cast<size_t>(count));
     int32_t* rows = frame.Alloc<int32_t>(count * plan_.MaxSlots());
-    ParallelFor(count, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        Item& item = items[static_cast<size_t>(i)];
-        item.unit = plan_.Unit(first + i);
-        item.rows = rows + i * plan_.MaxSlots();
-        item.n = plan_.ListSlots(item.unit, item.rows);
-      }
+    const int64_t panel = plan_.panels * plan_.MaxSlots() * width_;
+    C* panels = frame.Alloc<C>(2 * count * panel);
+    ParallelChunks(count, [&](int64_t i) {
+      Item& item = items[static_cast<size_t>(i)];
+      item.unit = plan_.Unit(first + i);
+      item.rows = rows + i * plan_.MaxSlots();
+      item.n = plan_.ListSlots(item.unit, item.rows);
+      item.p = panels + 2 * i * panel;
+      item.ds = item.p + panel;
+      Queries(item, first + i);
     });
-    for (Item& item : items) {
-      item.p = frame.Alloc<C>(plan_.panels * item.n * width_);
-      item.ds = frame.Alloc<C>(plan_.panels * item.n * width_);
-    }
-    ParallelChunks(count, [&](int64_t i) { Queries(items[static_cast<size_t>(i)], first + i); });
     std::vector<std::pair<const Part*, int64_t>> tasks;
     for (const Part& part : parts_) {
       for (int64_t s = 0; s < Slices(part.cols); ++s) tasks.emplace_back(&part, s);
