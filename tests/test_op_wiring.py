@@ -18,7 +18,7 @@ def test_signatures_are_the_schemas(function):
     schema = getattr(torch.ops.jumar, function.__name__).default._schema
     arguments = {a.name: a for a in schema.arguments}
     parameters = inspect.signature(function).parameters
-    assert len(DECLARED) > 30
+    assert len(DECLARED) > 15
     for p in parameters.values():
         if p.kind is p.VAR_KEYWORD:
             continue
@@ -31,6 +31,18 @@ def test_signatures_are_the_schemas(function):
     assert not arguments or "options" in parameters or "rest" in parameters
     order = [a.name for a in schema.arguments if not a.kwarg_only]
     assert order == [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def test_gradients_take_their_arguments_from_the_schema():
+    x, gamma = torch.randn(3, 8), torch.randn(8)
+    y, rstd = ops.npu_rms_norm(x, gamma)
+    right = ops.npu_rms_norm_backward(y, x, gamma, rstd)
+    named = ops.npu_rms_norm_backward(y, rstd=rstd, gamma=gamma, input=x)
+    assert all(map(torch.equal, named, right))
+    assert str(inspect.signature(ops.npu_swiglu_backward)) == "(grad_output, input, dim=-1)"
+    assert "Gradient of" in ops.npu_swiglu_backward.__doc__
+    with pytest.raises(TypeError, match="rstd"):
+        ops.npu_rms_norm_backward(y, x, gamma)
 
 
 def test_arguments_by_name_in_any_order():

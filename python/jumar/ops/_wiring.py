@@ -239,6 +239,39 @@ def calls_operator(declared: Callable[_P, _R]) -> Callable[_P, _R]:
     return call
 
 
+def gradient(name: str, fake: Callable[..., Any], doc: str = "") -> Callable[..., Any]:
+    """Wires an operator that is the gradient of another, and is not differentiable itself.
+
+    Args:
+        name: of the operator.
+        fake: see :func:`register_fake`.
+        doc: docstring of the result.
+
+    Returns:
+        A function that calls the operator (:func:`resolve`); its signature is the schema's.
+    """
+    register_fake(name, fake)
+    forbid_autograd(name)
+    schema = getattr(torch.ops.jumar, name).default._schema
+    parameters = [
+        inspect.Parameter(
+            a.name,
+            inspect.Parameter.KEYWORD_ONLY if a.kwarg_only else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
+        )
+        for a in schema.arguments
+    ]
+    signature = inspect.Signature(parameters)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs)
+        return resolve(name, given.args[0])(*given.args, **given.kwargs)
+
+    call.__name__ = call.__qualname__ = name
+    call.__module__, call.__doc__, call.__signature__ = fake.__module__, doc, signature
+    return call
+
+
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """fp64 for fp64, fp32 for everything else: what kernels compute in and what statistics are stored in."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import compute_dtype, forbid_autograd, register_autograd, register_fake
+from jumar.ops._wiring import (
+    compute_dtype,
+    forbid_autograd,
+    gradient,
+    register_autograd,
+    register_fake,
+)
 
 
 def load_balance_loss(
@@ -98,13 +104,12 @@ def _z_backward(ctx: Any, grad: Tensor) -> Tensor:
 
 
 register_fake("load_balance_loss", _loss_fake)
-register_fake("load_balance_loss_backward", _loss_backward_fake)
+gradient("load_balance_loss_backward", _loss_backward_fake)
 register_autograd("load_balance_loss", _loss_backward, _loss_setup)
 register_fake(
     "router_z_loss", lambda logits: logits.new_empty((), dtype=compute_dtype(logits.dtype))
 )
-register_fake("router_z_loss_backward", lambda grad, logits: logits.new_empty(logits.shape))
+gradient("router_z_loss_backward", lambda grad, logits: logits.new_empty(logits.shape))
 register_autograd("router_z_loss", _z_backward, _z_setup)
 register_fake("expert_bias_update", lambda bias, *_: bias.new_empty(bias.shape))
-for _name in ("load_balance_loss_backward", "router_z_loss_backward", "expert_bias_update"):
-    forbid_autograd(_name)
+forbid_autograd("expert_bias_update")

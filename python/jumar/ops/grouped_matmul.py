@@ -13,7 +13,7 @@ from torch import Tensor
 
 from jumar.ops._wiring import (
     compute_dtype,
-    forbid_autograd,
+    gradient,
     register_autocast,
     register_autograd,
     register_fake,
@@ -224,18 +224,16 @@ def _separate_backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
 register_fake("grouped_matmul", _fake)
 register_fake("grouped_matmul_dgrad", _dgrad_fake)
 register_fake("grouped_matmul_wgrad", _wgrad_fake)
-register_fake("grouped_matmul_bias_grad", _bias_grad_fake)
+gradient("grouped_matmul_bias_grad", _bias_grad_fake)
 register_fake("grouped_matmul_list", _list_fake)
-register_fake("grouped_matmul_list_dgrad", _list_dgrad_fake)
-register_fake("grouped_matmul_list_wgrad", _list_wgrad_fake)
+gradient("grouped_matmul_list_dgrad", _list_dgrad_fake)
+gradient("grouped_matmul_list_wgrad", _list_wgrad_fake)
 register_fake("separate_matmul", _separate_fake)
 register_autograd("grouped_matmul", _backward, _setup)
 register_autograd("grouped_matmul_dgrad", _dgrad_backward, _dgrad_setup)
 register_autograd("grouped_matmul_wgrad", _wgrad_backward, _wgrad_setup)
 register_autograd("grouped_matmul_list", _list_backward, _list_setup)
 register_autograd("separate_matmul", _separate_backward, _separate_setup)
-for _name in ("grouped_matmul_bias_grad", "grouped_matmul_list_dgrad", "grouped_matmul_list_wgrad"):
-    forbid_autograd(_name)
 for _name in ("grouped_matmul", "grouped_matmul_list", "separate_matmul"):
     register_autocast(_name)
 register_in_place("grouped_matmul_add_", (0,))

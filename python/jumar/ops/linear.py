@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jumar.ops._wiring import (
     calls_operator,
-    forbid_autograd,
+    gradient,
     on_card,
     register_autocast,
     register_autograd,
@@ -32,11 +32,6 @@ def npu_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     Raises:
         RuntimeError: sizes or dtypes do not fit.
     """
-
-
-@calls_operator
-def npu_linear_backward(grad: Tensor, input: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`npu_linear` for input and weight: ``grad · W`` [.., I] and ``gradᵀ · input`` [O, I]."""
 
 
 def _check(op: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -88,14 +83,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 register_fake("npu_linear", _fake)
-register_fake(
+register_autograd("npu_linear", _backward, _setup)
+npu_linear_backward = gradient(
     "npu_linear_backward",
     lambda grad, input, weight: (_dgrad_fake(grad, weight), _wgrad_fake(grad, input)),
+    "Gradients of :func:`npu_linear` for input and weight: ``grad · W`` [.., I] and ``gradᵀ · input`` [O, I].",
 )
-register_fake("linear_dgrad", _dgrad_fake)
-register_fake("linear_wgrad", _wgrad_fake)
-register_fake("linear_bias_grad", lambda grad: grad.new_empty(grad.shape[-1:]))
-register_autograd("npu_linear", _backward, _setup)
-for _name in ("npu_linear_backward", "linear_dgrad", "linear_wgrad", "linear_bias_grad"):
-    forbid_autograd(_name)
+gradient("linear_dgrad", _dgrad_fake)
+gradient("linear_wgrad", _wgrad_fake)
+gradient("linear_bias_grad", lambda grad: grad.new_empty(grad.shape[-1:]))
 register_autocast("npu_linear")

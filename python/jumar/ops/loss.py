@@ -13,7 +13,7 @@ from torch import Tensor
 from jumar.ops._wiring import (
     calls_operator,
     compute_dtype,
-    forbid_autograd,
+    gradient,
     register_autocast,
     register_autograd,
     register_fake,
@@ -92,22 +92,6 @@ def npu_cross_entropy_loss(
     Raises:
         RuntimeError: sizes or dtypes do not fit, a target is out of range (-100 is), or a z-loss is asked for.
     """
-
-
-@calls_operator
-def npu_cross_entropy_loss_backward(
-    grad_loss: Tensor,
-    log_prob: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    grad_zloss: Tensor | None = None,
-    lse_for_zloss: Tensor | None = None,
-    reduction: str = "mean",
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    lse_square_scale_for_zloss: float = 0.0,
-) -> Tensor:
-    """Gradient of :func:`npu_cross_entropy_loss` for its input: shape of log_prob, dtype of grad_loss."""
 
 
 def _check_reduction(op: str, reduction: str) -> None:
@@ -194,12 +178,6 @@ def _vendor_fake(
     )
 
 
-def _vendor_backward_fake(
-    grad_loss: Tensor, log_prob: Tensor, target: Tensor, *_: Any, **__: Any
-) -> Tensor:
-    return log_prob.new_empty(log_prob.shape, dtype=grad_loss.dtype)
-
-
 def _vendor_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, target, ctx.weight, *options = inputs
     ctx.options = options[:3]  # reduction, ignore_index, label_smoothing
@@ -230,11 +208,13 @@ def _vendor_backward(
 
 
 register_fake("linear_cross_entropy", _fake)
-register_fake("linear_cross_entropy_backward", _backward_fake)
 register_fake("npu_cross_entropy_loss", _vendor_fake)
-register_fake("npu_cross_entropy_loss_backward", _vendor_backward_fake)
 register_autograd("linear_cross_entropy", _backward, _setup)
 register_autograd("npu_cross_entropy_loss", _vendor_backward, _vendor_setup)
-forbid_autograd("linear_cross_entropy_backward")
-forbid_autograd("npu_cross_entropy_loss_backward")
+gradient("linear_cross_entropy_backward", _backward_fake)
+npu_cross_entropy_loss_backward = gradient(
+    "npu_cross_entropy_loss_backward",
+    lambda grad_loss, log_prob, *_: log_prob.new_empty(log_prob.shape, dtype=grad_loss.dtype),
+    "Gradient of :func:`npu_cross_entropy_loss` for its input: shape of log_prob, dtype of grad_loss.",
+)
 register_autocast("linear_cross_entropy")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
-    forbid_autograd,
+    gradient,
     register_autocast,
     register_autograd,
     register_fake,
@@ -134,7 +134,6 @@ def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Any, ...]:
 
 
 register_fake("moe_ffn", _fake)
-register_fake("moe_ffn_backward", _backward_fake)
+gradient("moe_ffn_backward", _backward_fake)
 register_autograd("moe_ffn", _backward, _setup)
-forbid_autograd("moe_ffn_backward")
 register_autocast("moe_ffn", keep=(2,))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.ops._wiring import calls_operator, forbid_autograd, register_autograd, register_fake
+from jumar.ops._wiring import calls_operator, gradient, register_autograd, register_fake
 
 
 @calls_operator
@@ -31,29 +31,6 @@ def npu_moe_token_permute(
     Raises:
         RuntimeError: shapes or dtypes do not fit, an id is negative, or more rows are to be dropped than there are.
     """
-
-
-@calls_operator
-def npu_moe_token_permute_grad(
-    tokens: Tensor,
-    grad_permuted_tokens: Tensor,
-    indices: Tensor,
-    sorted_indices: Tensor,
-    padded_mode: bool = False,
-) -> Tensor:
-    """Gradient of :func:`npu_moe_token_permute`, like tokens. Not differentiable."""
-
-
-@calls_operator
-def npu_moe_token_permute_grad_v2(
-    grad_permuted_tokens: Tensor,
-    sorted_indices: Tensor,
-    tokens_size_0: int,
-    tokens_dtype: torch.dtype,
-    num_topK: int,
-    padded_mode: bool = False,
-) -> Tensor:
-    """Gradient of :func:`npu_moe_token_permute` without its inputs: [tokens_size_0, H]. Not differentiable."""
 
 
 @calls_operator
@@ -80,32 +57,6 @@ def npu_moe_token_unpermute(
     Raises:
         RuntimeError: shapes or dtypes do not fit, or an index is out of range.
     """
-
-
-@calls_operator
-def npu_moe_token_unpermute_grad(
-    permuted_tokens: Tensor,
-    grad_unpermuted_tokens: Tensor,
-    sorted_indices: Tensor,
-    probs: Tensor | None = None,
-    padded_mode: bool = False,
-    restore_shape: list[int] | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`npu_moe_token_unpermute` for permuted_tokens and probs. Not differentiable."""
-
-
-@calls_operator
-def npu_moe_token_unpermute_grad_v2(
-    grad_unpermuted_tokens: Tensor,
-    sorted_indices: Tensor,
-    permuted_tokens_size_0: int,
-    permuted_tokens_dtype: torch.dtype,
-    probs: Tensor | None = None,
-    padded_mode: bool = False,
-    restore_shape: list[int] | None = None,
-    permuted_tokens: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """As :func:`npu_moe_token_unpermute_grad`; permuted_tokens is needed with probs only. Not differentiable."""
 
 
 def expert_counts(indices: Tensor, num_experts: int) -> Tensor:
@@ -152,16 +103,6 @@ def _permute_fake(
     return tokens.new_empty((rows, tokens.shape[1])), tokens.new_empty((slots,), dtype=torch.int32)
 
 
-def _permute_grad_fake(tokens: Tensor, grad: Tensor, *_: Any, **__: Any) -> Tensor:
-    return tokens.new_empty(tokens.shape)
-
-
-def _permute_grad_v2_fake(
-    grad: Tensor, sorted_indices: Tensor, tokens: int, dtype: torch.dtype, *_: Any, **__: Any
-) -> Tensor:
-    return grad.new_empty((tokens, grad.shape[1]), dtype=dtype)
-
-
 def _permute_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     tokens, indices, *_ = inputs
     ctx.tokens, ctx.dtype, ctx.top_k = tokens.shape[0], tokens.dtype, _top_k(indices)
@@ -191,23 +132,17 @@ def _unpermute_fake(
 
 
 def _unpermute_grad_fake(
-    permuted: Tensor, grad: Tensor, indices: Tensor, probs: Tensor | None = None, *_: Any, **__: Any
+    permuted: Tensor, grad: Tensor, indices: Tensor, probs: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor | None]:
     dprobs = None if probs is None else probs.new_empty(probs.shape)
     return permuted.new_empty(permuted.shape), dprobs
 
 
 def _unpermute_grad_v2_fake(
-    grad: Tensor,
-    indices: Tensor,
-    rows: int,
-    dtype: torch.dtype,
-    probs: Tensor | None = None,
-    *_: Any,
-    **__: Any,
+    grad: Tensor, indices: Tensor, rows: int, dtype: torch.dtype, probs: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor | None]:
-    dprobs = None if probs is None else probs.new_empty(probs.shape)
-    return grad.new_empty((rows, grad.shape[1]), dtype=dtype), dprobs
+    permuted = grad.new_empty((rows, grad.shape[1]), dtype=dtype)
+    return _unpermute_grad_fake(permuted, grad, indices, probs)
 
 
 def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -227,15 +162,11 @@ def _unpermute_backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None,
 
 for _name, _fake in {
     "npu_moe_token_permute": _permute_fake,
-    "npu_moe_token_permute_grad": _permute_grad_fake,
-    "npu_moe_token_permute_grad_v2": _permute_grad_v2_fake,
     "npu_moe_token_unpermute": partial(_unpermute_fake, "npu_moe_token_unpermute"),
     "_npu_moe_token_unpermute": lambda *args: (
         _unpermute_fake("_npu_moe_token_unpermute", *args),
         None,
     ),
-    "npu_moe_token_unpermute_grad": _unpermute_grad_fake,
-    "npu_moe_token_unpermute_grad_v2": _unpermute_grad_v2_fake,
     "expert_counts": lambda indices, num_experts: indices.new_empty(
         (num_experts,), dtype=torch.int64
     ),
@@ -244,10 +175,23 @@ for _name, _fake in {
 register_autograd("npu_moe_token_permute", _permute_backward, _permute_setup)
 register_autograd("npu_moe_token_unpermute", _unpermute_backward, _unpermute_setup)
 register_autograd("_npu_moe_token_unpermute", _unpermute_backward, _unpermute_setup)
-for _name in (
+npu_moe_token_permute_grad = gradient(
     "npu_moe_token_permute_grad",
+    lambda tokens, *_: tokens.new_empty(tokens.shape),
+    "Gradient of :func:`npu_moe_token_permute`, like tokens. Not differentiable.",
+)
+npu_moe_token_permute_grad_v2 = gradient(
     "npu_moe_token_permute_grad_v2",
+    lambda grad, index, tokens, dtype, *_: grad.new_empty((tokens, grad.shape[1]), dtype=dtype),
+    "Gradient of :func:`npu_moe_token_permute` without its inputs: [tokens_size_0, H]. Not differentiable.",
+)
+npu_moe_token_unpermute_grad = gradient(
     "npu_moe_token_unpermute_grad",
+    _unpermute_grad_fake,
+    "Gradients of :func:`npu_moe_token_unpermute` for permuted_tokens and probs. Not differentiable.",
+)
+npu_moe_token_unpermute_grad_v2 = gradient(
     "npu_moe_token_unpermute_grad_v2",
-):
-    forbid_autograd(_name)
+    _unpermute_grad_v2_fake,
+    "As :func:`npu_moe_token_unpermute_grad`; permuted_tokens is needed with probs only. Not differentiable.",
+)

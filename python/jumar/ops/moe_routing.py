@@ -10,7 +10,7 @@ from torch import Tensor
 from jumar.ops._wiring import (
     calls_operator,
     define_by_position,
-    forbid_autograd,
+    gradient,
     register_autograd,
     register_fake,
 )
@@ -232,19 +232,17 @@ def _re_routing(tokens: Tensor, counts: Tensor, scales: Tensor | None, *options:
 for _name, _fake in {
     "npu_moe_init_routing": _init_fake,
     "moe_init_routing_v2": _init_v2_fake,
-    "moe_init_routing_grad": _init_grad_fake,
     "npu_moe_finalize_routing": _finalize_fake,
-    "moe_finalize_routing_grad": _finalize_grad_fake,
     "moe_re_routing": _re_fake,
-    "moe_re_routing_grad": lambda grad, index: grad.new_empty(grad.shape),
 }.items():
     register_fake(_name, _fake)
 register_autograd("npu_moe_init_routing", _init_backward, _init_setup)
 register_autograd("moe_init_routing_v2", _init_v2_backward, _init_v2_setup)
 register_autograd("npu_moe_finalize_routing", _finalize_backward, _finalize_setup)
 register_autograd("moe_re_routing", _re_backward, _re_setup)
-for _name in ("moe_init_routing_grad", "moe_finalize_routing_grad", "moe_re_routing_grad"):
-    forbid_autograd(_name)
+gradient("moe_init_routing_grad", _init_grad_fake)
+gradient("moe_finalize_routing_grad", _finalize_grad_fake)
+gradient("moe_re_routing_grad", lambda grad, index: grad.new_empty(grad.shape))
 
 define_by_position(
     "npu_moe_init_routing_v2(Tensor x, Tensor expert_idx, *, Tensor? scale=None, Tensor? offset=None, "

@@ -10,7 +10,7 @@ from torch import Tensor
 from jumar.ops._wiring import (
     calls_operator,
     define_by_position,
-    forbid_autograd,
+    gradient,
     register_autograd,
     register_fake,
 )
@@ -45,19 +45,6 @@ def npu_moe_token_permute_with_routing_map(
 
 
 @calls_operator
-def npu_moe_token_permute_with_routing_map_grad(
-    permuted_token_out_grad: Tensor,
-    probs_grad: Tensor | None,
-    sorted_indices: Tensor,
-    routing_map: Tensor,
-    experts_num: int,
-    tokens_num: int,
-    drop_and_pad: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`npu_moe_token_permute_with_routing_map` for tokens and probs. Not differentiable."""
-
-
-@calls_operator
 def npu_moe_token_unpermute_with_routing_map(
     permuted_tokens: Tensor,
     sorted_indices: Tensor,
@@ -83,20 +70,6 @@ def npu_moe_token_unpermute_with_routing_map(
     Raises:
         RuntimeError: shapes or dtypes do not fit, or an index is out of range.
     """
-
-
-@calls_operator
-def npu_moe_token_unpermute_with_routing_map_grad(
-    unpermuted_tokens_grad: Tensor,
-    out_index: Tensor,
-    permuted_token_id: Tensor,
-    routing_map: Tensor | None,
-    permuted_tokens: Tensor | None,
-    probs: Tensor | None,
-    drop_and_pad: bool,
-    restore_shape: list[int],
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of :func:`npu_moe_token_unpermute_with_routing_map`, in the gradient's dtype. Not differentiable."""
 
 
 def _permute_fake(
@@ -181,14 +154,20 @@ def _unpermute_backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
 for _name, _fake in {
     "moe_permute_map": _permute_fake,
     "moe_unpermute_map": _unpermute_fake,
-    "npu_moe_token_permute_with_routing_map_grad": _permute_grad_fake,
-    "npu_moe_token_unpermute_with_routing_map_grad": _unpermute_grad_fake,
 }.items():
     register_fake(_name, _fake)
 register_autograd("moe_permute_map", _permute_backward, _permute_setup)
 register_autograd("moe_unpermute_map", _unpermute_backward, _unpermute_setup)
-forbid_autograd("npu_moe_token_permute_with_routing_map_grad")
-forbid_autograd("npu_moe_token_unpermute_with_routing_map_grad")
+npu_moe_token_permute_with_routing_map_grad = gradient(
+    "npu_moe_token_permute_with_routing_map_grad",
+    _permute_grad_fake,
+    "Gradients of :func:`npu_moe_token_permute_with_routing_map` for tokens and probs. Not differentiable.",
+)
+npu_moe_token_unpermute_with_routing_map_grad = gradient(
+    "npu_moe_token_unpermute_with_routing_map_grad",
+    _unpermute_grad_fake,
+    "Gradients of :func:`npu_moe_token_unpermute_with_routing_map`, in the gradient's dtype. Not differentiable.",
+)
 
 _UNPERMUTE = (
     "npu_moe_token_unpermute_with_routing_map(Tensor permuted_tokens, Tensor sorted_indices, int[] restore_shape, *, "

@@ -13,7 +13,7 @@ from torch import Tensor
 from jumar.ops._wiring import (
     calls_operator,
     compute_dtype,
-    forbid_autograd,
+    gradient,
     register_autograd,
     register_fake,
     resolve,
@@ -35,13 +35,6 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[T
     Raises:
         RuntimeError: gamma does not match the trailing dimensions of input, or dtypes do not go together.
     """
-
-
-@calls_operator
-def npu_rms_norm_backward(
-    dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of :func:`npu_rms_norm`: dinput like input, and dgamma [n..] in fp32 (fp64 for fp64)."""
 
 
 @calls_operator
@@ -121,9 +114,19 @@ for _op, _backward in (
     ("npu_gemma_rms_norm", "gemma_rms_norm_backward"),
 ):
     register_fake(_op, _norm_fake(_op))
-    register_fake(_backward, lambda dy, input, gamma, rstd: (_like(input), _dgamma(input, gamma)))
     register_autograd(_op, _norm_backward(_backward), _norm_setup)
-    forbid_autograd(_backward)
+
+
+def _norm_backward_fake(dy: Tensor, input: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+    return _like(input), _dgamma(input, gamma)
+
+
+npu_rms_norm_backward = gradient(
+    "npu_rms_norm_backward",
+    _norm_backward_fake,
+    "Gradients of :func:`npu_rms_norm`: dinput like input, and dgamma [n..] in fp32 (fp64 for fp64).",
+)
+gradient("gemma_rms_norm_backward", _norm_backward_fake)
 
 
 def _add_fake(
@@ -155,9 +158,8 @@ def _add_backward(
 
 
 register_fake("npu_add_rms_norm", _add_fake)
-register_fake("add_rms_norm_backward", lambda dy, dx, x, gamma, rstd: (_like(x), _dgamma(x, gamma)))
+gradient("add_rms_norm_backward", lambda dy, dx, x, gamma, rstd: (_like(x), _dgamma(x, gamma)))
 register_autograd("npu_add_rms_norm", _add_backward, _add_setup)
-forbid_autograd("add_rms_norm_backward")
 
 
 def _gated_fake(
@@ -174,9 +176,8 @@ def _gated_backward(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, ...]:
 
 
 register_fake("rms_norm_gated", _gated_fake)
-register_fake(
+gradient(
     "rms_norm_gated_backward",
     lambda dy, input, gate, gamma, rstd: (_like(input), _like(input), _dgamma(input, gamma)),
 )
 register_autograd("rms_norm_gated", _gated_backward, _norm_setup)
-forbid_autograd("rms_norm_gated_backward")

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jumar.ops._wiring import (
     calls_operator,
-    forbid_autograd,
+    gradient,
     register_autograd,
     register_fake,
 )
@@ -37,13 +37,6 @@ def npu_rotary_mul(
     """
 
 
-@calls_operator
-def npu_rotary_mul_backward(
-    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`npu_rotary_mul`: of input (like grad), of r1 and of r2 (in their shapes and dtypes)."""
-
-
 def _check(op: str, input: Tensor, r1: Tensor, r2: Tensor, mode: str) -> None:
     if mode not in ("half", "interleave"):
         raise RuntimeError(
@@ -66,13 +59,13 @@ def _fake(input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str, rotate: Tenso
 
 
 def _backward_fake(
-    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"
+    grad: Tensor, input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check("npu_rotary_mul_backward", input, r1, r2, rotary_mode)
     return torch.empty_like(grad), r1.new_empty(r1.shape), r2.new_empty(r2.shape)
 
 
-def _dx_fake(grad: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+def _dx_fake(grad: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str) -> Tensor:
     _check("rotary_mul_backward", grad, r1, r2, rotary_mode)
     return torch.empty_like(grad)
 
@@ -96,8 +89,10 @@ def _backward(ctx: Any, grad: Tensor) -> Any:
 
 
 register_fake("npu_rotary_mul", _fake)
-register_fake("npu_rotary_mul_backward", _backward_fake)
-register_fake("rotary_mul_backward", _dx_fake)
 register_autograd("npu_rotary_mul", _backward, _setup)
-forbid_autograd("npu_rotary_mul_backward")
-forbid_autograd("rotary_mul_backward")
+npu_rotary_mul_backward = gradient(
+    "npu_rotary_mul_backward",
+    _backward_fake,
+    "Gradients of :func:`npu_rotary_mul`: of input (like grad), of r1 and of r2 (in their shapes and dtypes).",
+)
+gradient("rotary_mul_backward", _dx_fake)

@@ -15,7 +15,7 @@ from jumar.ops._wiring import (
     calls_operator,
     compute_dtype,
     define_by_position,
-    forbid_autograd,
+    gradient,
     register_autograd,
     register_fake,
 )
@@ -133,20 +133,6 @@ def npu_moe_gating_top_k(
         (y [.., k] in x's dtype, expert_idx [.., k] int32, normOut [.., E] in fp32 (fp64 for fp64), the scores).
         Differentiable in x through y and normOut.
     """
-
-
-@calls_operator
-def npu_moe_gating_top_k_backward(
-    x_norm: Tensor,
-    grad_y: Tensor,
-    expertIdx: Tensor,  # the vendor's name
-    *,
-    renorm: int = 0,
-    norm_type: int = 0,
-    routed_scaling_factor: float = 1.0,
-    eps: float = 1e-20,
-) -> Tensor:
-    """Gradient of :func:`npu_moe_gating_top_k` for x from normOut: shape of x_norm, dtype of grad_y."""
 
 
 def _rows(x: Tensor, cols: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -286,20 +272,21 @@ def _like_logits(grad_weights: Any, grad_scores: Any, logits: Tensor, *_: Any) -
 
 
 register_fake("router_top_k", _fake)
-register_fake("router_top_k_backward", _like_logits)
+gradient("router_top_k_backward", _like_logits)
 register_autograd("router_top_k", _backward, _setup)
 register_fake("npu_moe_gating_top_k_softmax", _softmax_fake)
-register_fake(
+gradient(
     "npu_moe_gating_top_k_softmax_backward", lambda grad_y, x, expert_idx: x.new_empty(x.shape)
 )
 register_autograd("npu_moe_gating_top_k_softmax", _softmax_backward, _softmax_setup)
 register_fake("moe_gating_top_k_softmax_v2", _v2_fake)
-register_fake("npu_moe_gating_top_k_softmax_v2_backward", _like_logits)
+gradient("npu_moe_gating_top_k_softmax_v2_backward", _like_logits)
 register_autograd("moe_gating_top_k_softmax_v2", _v2_backward, _v2_setup)
 register_fake("moe_gating_top_k", _gating_fake)
-register_fake(
+npu_moe_gating_top_k_backward = gradient(
     "npu_moe_gating_top_k_backward",
     lambda x_norm, grad_y, expertIdx, **_: grad_y.new_empty(x_norm.shape),
+    "Gradient of :func:`npu_moe_gating_top_k` for x from normOut: shape of x_norm, dtype of grad_y.",
 )
 register_autograd("moe_gating_top_k", _gating_backward, _gating_setup)
 define_by_position(
@@ -313,10 +300,3 @@ define_by_position(
     "bool out_flag=False, float routed_scaling_factor=1.0, float eps=1e-20) -> (Tensor, Tensor, Tensor)",
     _gating,
 )
-for _name in (
-    "router_top_k_backward",
-    "npu_moe_gating_top_k_softmax_backward",
-    "npu_moe_gating_top_k_softmax_v2_backward",
-    "npu_moe_gating_top_k_backward",
-):
-    forbid_autograd(_name)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from jumar.ops._wiring import (
     calls_operator,
-    forbid_autograd,
+    gradient,
     on_card,
     register_autograd,
     register_fake,
@@ -30,11 +30,6 @@ def npu_swiglu(input: Tensor, dim: int = -1) -> Tensor:
     Raises:
         RuntimeError: dim is out of range or its size is odd.
     """
-
-
-@calls_operator
-def npu_swiglu_backward(grad_output: Tensor, input: Tensor, dim: int = -1) -> Tensor:
-    """Gradient of :func:`npu_swiglu`, like input. Not differentiable."""
 
 
 def swiglu_gate_up(gate: Tensor, up: Tensor) -> Tensor:
@@ -90,9 +85,8 @@ def _backward(ctx: Any, grad: Tensor) -> Tensor:
 
 
 register_fake("npu_swiglu", _fake)
-register_fake("npu_swiglu_backward", _backward_fake)
 register_autograd("npu_swiglu", _backward, _setup)
-forbid_autograd("npu_swiglu_backward")
+npu_swiglu_backward = gradient("npu_swiglu_backward", _backward_fake, "Gradient of :func:`npu_swiglu`, like input. Not differentiable.")
 
 
 def _pair_fake(gate: Tensor, up: Tensor) -> Tensor:
@@ -115,6 +109,5 @@ def _pair_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 register_fake("swiglu_gate_up", _pair_fake)
-register_fake("swiglu_gate_up_backward", _pair_backward_fake)
+gradient("swiglu_gate_up_backward", _pair_backward_fake)
 register_autograd("swiglu_gate_up", _pair_backward, _pair_setup)
-forbid_autograd("swiglu_gate_up_backward")
