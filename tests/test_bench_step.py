@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
-from jumar import cli  # noqa: E402
-from jumar.bench import command, step, step_report  # noqa: E402
-from jumar.bench.step import Contender, StepError, StepResult  # noqa: E402
-from jumar.train.job import load  # noqa: E402
-from train_util import CONVERTERS, write_job  # noqa: E402
+from jumar import cli
+from jumar.bench import command, step, step_report
+from jumar.bench.step import Contender, StepError, StepResult
+from jumar.train.job import load
+from train_util import CONVERTERS, write_job
 
 
 def _result(**losses: list[float]) -> StepResult:

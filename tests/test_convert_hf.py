@@ -5,4 +5,4 @@ import pytest
 pytest.register_assert_rewrite("convert_hf_suite")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from convert_hf_suite import *  # noqa: E402, F403
+from convert_hf_suite import *

@@ -12,11 +12,11 @@ import jumar
 pytest.register_assert_rewrite("convert_hf_suite", "moe_hf_suite")
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from transformers.integrations.moe import use_experts_implementation  # noqa: E402
+from transformers.integrations.moe import use_experts_implementation
 
-from jumar import models  # noqa: E402
-from moe_hf_suite import *  # noqa: E402, F403
-from moe_hf_suite import CONVERTERS, assert_close  # noqa: E402
+from jumar import models
+from moe_hf_suite import *
+from moe_hf_suite import CONVERTERS, assert_close
 
 EXPERTS, TOP_K = 6, 2
 

@@ -15,7 +15,7 @@ from jumar.convert import ConverterError, plan
 from op_util import assert_ulp
 
 transformers = pytest.importorskip("transformers")
-from jumar.hf import attention  # noqa: E402  needs transformers
+from jumar.hf import attention
 
 NAME = ["npu_sdpa"]
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl")

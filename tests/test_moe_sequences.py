@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-import jumar  # noqa: F401
+import jumar
 from jumar import models, ops
 
 pytest.importorskip("transformers", minversion="5.0")

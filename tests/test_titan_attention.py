@@ -11,25 +11,25 @@ import torch.nn.functional as F
 
 pytest.importorskip("torchtitan")
 
-import jumar  # noqa: E402
-from jumar import compat, titan  # noqa: E402
+import jumar
+from jumar import compat, titan
 
 compat.apply()
 
-from torch.nn.attention.flex_attention import and_masks, create_block_mask  # noqa: E402
-from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
-from torchtitan.models.common import attention as stock  # noqa: E402
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.common import attention as stock
 
-from jumar.compat.attention import SdpaFlexAttention, dense_mask  # noqa: E402
-from jumar.masks.attend import Plan  # noqa: E402
-from jumar.titan.attention import (  # noqa: E402
+from jumar.compat.attention import SdpaFlexAttention, dense_mask
+from jumar.masks.attend import Plan
+from jumar.titan.attention import (
     FusedFlexAttention,
     FusedScaledDotProductAttention,
     FusedVarlenAttention,
 )
-from jumar.titan.models import model_spec  # noqa: E402
-from op_util import assert_ulp  # noqa: E402
-from train_util import CONVERTERS, quickly, torchrun, train_job, write_job  # noqa: E402
+from jumar.titan.models import model_spec
+from op_util import assert_ulp
+from train_util import CONVERTERS, quickly, torchrun, train_job, write_job
 
 _quick = pytest.fixture(autouse=True)(quickly)
 _POSITIONS = torch.tensor([[*range(37), *range(91), *range(172)], [*range(300)], [*range(1), *range(298), 0]])

@@ -12,15 +12,14 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from safetensors.torch import load_file, save_file  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
+from safetensors.torch import load_file, save_file
+from torch.utils.checkpoint import checkpoint
+from torchtitan.config.override import OverrideConfig, apply_overrides
 
-from jumar import titan  # noqa: E402, F401
-from jumar.titan.deepseek_v32 import DeepSeekV32Model, SparseAttention, eager  # noqa: E402
-from jumar.titan.models import model_spec  # noqa: E402
-from jumar.train import JobError, export  # noqa: E402
-from train_util import quickly, train_job, write_job  # noqa: E402
+from jumar.titan.deepseek_v32 import DeepSeekV32Model, SparseAttention, eager
+from jumar.titan.models import model_spec
+from jumar.train import JobError, export
+from train_util import quickly, train_job, write_job
 
 transformers = pytest.importorskip("transformers")
 if not hasattr(transformers, "DeepseekV32ForCausalLM"):

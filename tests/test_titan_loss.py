@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from jumar import compat, titan  # noqa: E402
-from jumar.convert.errors import ConverterError  # noqa: E402
-from jumar.titan.models import model_spec  # noqa: E402
-from jumar.train import runner  # noqa: E402
-from jumar.train.errors import JobError  # noqa: E402
-from train_util import CONVERTERS, no_sleep, write_job  # noqa: E402
+from jumar import compat, titan
+from jumar.convert.errors import ConverterError
+from jumar.titan.models import model_spec
+from jumar.train import runner
+from jumar.train.errors import JobError
+from train_util import CONVERTERS, no_sleep, write_job
 
 
 @pytest.fixture(autouse=True)

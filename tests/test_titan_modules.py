@@ -10,20 +10,20 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from jumar import compat, dtensor, titan  # noqa: E402
+from jumar import compat, dtensor, titan
 
 compat.apply()
 
-from torch.nn.attention.flex_attention import BlockMask  # noqa: E402
-from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
-from torchtitan.models.common import attention as titan_attention  # noqa: E402
-from torchtitan.models.common.feed_forward import SigmoidGatedFeedForward  # noqa: E402
-from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear  # noqa: E402
-from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
-from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
+from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.common import attention as titan_attention
+from torchtitan.models.common.feed_forward import SigmoidGatedFeedForward
+from torchtitan.models.common.linear import Linear, ScaledBiasRowwiseLinear
+from torchtitan.models.common.nn_modules import RMSNorm
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 
-from jumar.convert.errors import ConverterError  # noqa: E402
-from jumar.titan.models import model_spec  # noqa: E402
+from jumar.convert.errors import ConverterError
+from jumar.titan.models import model_spec
 
 NAMES = ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear"]
 

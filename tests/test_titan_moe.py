@@ -11,20 +11,20 @@ import torch.nn.functional as F
 
 pytest.importorskip("torchtitan")
 
-from jumar import compat, titan  # noqa: E402
+from jumar import compat, titan
 
 compat.apply()
 
-from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
-from torchtitan.models.common.config_utils import (  # noqa: E402
+from torchtitan.config.override import OverrideConfig, apply_overrides
+from torchtitan.models.common.config_utils import (
     make_router_config,
     make_token_dispatcher_config,
 )
-from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
-from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.token_dispatcher import LocalTokenDispatcher
 
-from jumar.titan import moe as fused  # noqa: E402
-from jumar.titan.models import model_spec  # noqa: E402
+from jumar.titan import moe as fused
+from jumar.titan.models import model_spec
 
 NAMES = ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear", "npu_gmm", "npu_permute", "npu_router"]
 MOE = NAMES[-3:]

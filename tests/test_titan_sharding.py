@@ -50,8 +50,11 @@ def _check(rank: int, port: int) -> None:
     compare(ops.npu_linear, [(2, 4, 6), (8, 6)], [Replicate(), Shard(0)])
     compare(ops.npu_linear, [(2, 4, 6), (8, 6)], [columns, Shard(1)])
     compare(ops.npu_linear, [(2, 4, 6), (8, 6), (8,)], [Replicate(), Shard(0), Shard(0)])
-    # Low-rank adapters of a row-wise layer: partial sums stay partial, as the layer's own are.
-    adapted = lambda x, a, b: ops.npu_linear(ops.npu_linear(x, a), b)  # noqa: E731
+
+    def adapted(x, a, b):
+        """Low-rank adapters of a row-wise layer: partial sums stay partial, as the layer's own are."""
+        return ops.npu_linear(ops.npu_linear(x, a), b)
+
     compare(adapted, [(2, 4, 6), (3, 6), (8, 3)], [columns, Shard(1), Replicate()])
     compare(adapted, [(2, 4, 6), (3, 6), (8, 3)], [Replicate(), Replicate(), Shard(0)])
     compare(ops.npu_linear, [(2, 4, 6), (8, 6), (8,)], [Shard(0), Replicate(), Replicate()])

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
-from jumar.train import JobError  # noqa: E402
-from train_util import quickly, train_job, write_job  # noqa: E402
+from jumar.train import JobError
+from train_util import quickly, train_job, write_job
 
 SAVE = (
     "checkpoint.enable=true",

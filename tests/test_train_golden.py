@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
-import torch  # noqa: E402
+import torch
 
-from jumar import compat  # noqa: E402
-from train_util import no_sleep, train_job  # noqa: E402
+from jumar import compat
+from train_util import no_sleep, train_job
 
 DATA = Path(__file__).parent / "data"
 LOSSES = DATA / "golden_losses.json"

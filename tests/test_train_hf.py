@@ -13,13 +13,13 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-import jumar  # noqa: E402
-from hf_util import CONVERTERS, conversations, make_folder, write_hf_job, write_lines  # noqa: E402
-from jumar import models  # noqa: E402
-from jumar.train import JobError, runner  # noqa: E402
-from jumar.train.hf import dataset, records  # noqa: E402
-from jumar.train.hf import model as hf_model  # noqa: E402
-from train_util import train_job  # noqa: E402
+import jumar
+from hf_util import CONVERTERS, conversations, make_folder, write_hf_job, write_lines
+from jumar import models
+from jumar.train import JobError, runner
+from jumar.train.hf import dataset, records
+from jumar.train.hf import model as hf_model
+from train_util import train_job
 
 # Gated delta nets (Qwen3-Next, Qwen3.5) mix packed documents.
 FAMILIES = [name for name in models.BUILT_IN if not name.startswith(("qwen3_next", "qwen3_5"))]

@@ -10,10 +10,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from hf_util import CHATML, conversations, make_tokenizer, write_lines  # noqa: E402
-from jumar.train.errors import JobError  # noqa: E402
-from jumar.train.hf import chat, dataset, records  # noqa: E402
-from jumar.train.hf.chat import IGNORED  # noqa: E402
+from hf_util import CHATML, conversations, make_tokenizer, write_lines
+from jumar.train.errors import JobError
+from jumar.train.hf import chat, dataset, records
+from jumar.train.hf.chat import IGNORED
 
 NO_CHAT = {"name": [], "author": [], "system": None}
 

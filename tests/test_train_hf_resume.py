@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from hf_util import write_hf_job  # noqa: E402
-from jumar.train import durable  # noqa: E402
-from train_forks import Forks  # noqa: E402
+from hf_util import write_hf_job
+from jumar.train import durable
+from train_forks import Forks
 
 LONG = bool(os.environ.get("JUMAR_LONG_TESTS"))
 STEPS = 8

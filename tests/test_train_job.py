@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
-from jumar.train import JobError, runner  # noqa: E402
-from jumar.train.job import load  # noqa: E402
-from jumar.train.schema import SECTIONS  # noqa: E402
-from train_util import write_job  # noqa: E402
+from jumar.train import JobError, runner
+from jumar.train.job import load
+from jumar.train.schema import SECTIONS
+from train_util import write_job
 
 
 @pytest.fixture(scope="module")

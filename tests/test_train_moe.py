@@ -13,9 +13,9 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from jumar import titan  # noqa: E402
-from jumar.train import JobError, experts, runner  # noqa: E402
-from train_util import quickly, torchrun, train_job, write_job  # noqa: E402
+from jumar import titan
+from jumar.train import JobError, experts, runner
+from train_util import quickly, torchrun, train_job, write_job
 
 NAMES = ["npu_rms_norm", "npu_rope", "npu_swiglu?", "npu_linear", "npu_gmm", "npu_permute", "npu_router"]
 MODELS = {

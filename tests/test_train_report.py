@@ -13,11 +13,11 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from hf_util import write_hf_job  # noqa: E402
-from jumar import cli, profile  # noqa: E402
-from jumar.train import JobError, pace, report, report_plots  # noqa: E402
-from jumar.train.durable import RunLock  # noqa: E402
-from train_util import quickly, train_job, write_job  # noqa: E402
+from hf_util import write_hf_job
+from jumar import cli, profile
+from jumar.train import JobError, pace, report, report_plots
+from jumar.train.durable import RunLock
+from train_util import quickly, train_job, write_job
 
 HOSTILE = '<script>alert("1")</script> & \'ü\' </title>'
 SHORT = ["checkpoint.export_hf=false", "metrics.plot_file="]

@@ -17,9 +17,9 @@ import pytest
 
 pytest.importorskip("torchtitan")
 
-from jumar.train import durable  # noqa: E402
-from train_forks import Forks  # noqa: E402
-from train_util import sentences, write_job  # noqa: E402
+from jumar.train import durable
+from train_forks import Forks
+from train_util import sentences, write_job
 
 LONG = bool(os.environ.get("JUMAR_LONG_TESTS"))
 STEPS = 8

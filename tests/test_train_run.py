@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from jumar import compat, titan, train  # noqa: E402
-from train_util import CONVERTERS, no_sleep, quickly, torchrun, train_job, write_job  # noqa: E402
+from jumar import compat, titan, train
+from train_util import CONVERTERS, no_sleep, quickly, torchrun, train_job, write_job
 
 _quick = pytest.fixture(autouse=True)(quickly)
 

@@ -11,11 +11,11 @@ import torch
 
 pytest.importorskip("torchtitan")
 
-from jumar import titan  # noqa: E402
-from jumar.titan import lora  # noqa: E402
-from jumar.titan.models import model_spec  # noqa: E402
-from jumar.train import JobError, runner  # noqa: E402
-from train_util import CONVERTERS, quickly, sentences, train_job, write_job  # noqa: E402
+from jumar import titan
+from jumar.titan import lora
+from jumar.titan.models import model_spec
+from jumar.train import JobError, runner
+from train_util import CONVERTERS, quickly, sentences, train_job, write_job
 
 QUICK = ("training.steps=3", "lr_scheduler.total_steps=10", "checkpoint.export_hf=false", "metrics.plot_file=")
 

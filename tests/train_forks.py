@@ -120,11 +120,8 @@ def _serve() -> None:
     from jumar import compat
 
     compat.apply()
-    import jumar.train.checkpoints
-    import jumar.train.evaluation
-    import jumar.train.runner
-    import jumar.train.trainer  # noqa: F401
-    from jumar import cli, titan  # noqa: F401
+    for name in ("cli", "titan", "train.checkpoints", "train.evaluation", "train.runner", "train.trainer"):
+        importlib.import_module(f"jumar.{name}")
     from train_util import no_sleep
 
     class Patch:

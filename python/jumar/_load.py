@@ -7,11 +7,13 @@ also appear as ``torch.ops.npu.*``; a real ``torch_npu`` is never shadowed.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 from pathlib import Path
 
-import torch  # noqa: F401  the library links to libtorch, which must be loaded first
+#: The library links to libtorch, which must be loaded first.
+importlib.import_module("torch")
 
 LIBRARY_PATH = Path(__file__).parent / "_lib" / "libjumar_torch.so"
 

@@ -10,10 +10,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 pytest.register_assert_rewrite("convert_hf_suite", "moe_hf_suite")
 transformers = pytest.importorskip("transformers")
 
-import jumar  # noqa: E402
-from jumar import models  # noqa: E402
-from moe_hf_suite import *  # noqa: E402, F403
-from moe_hf_suite import CONVERTERS, assert_close, blocks, counted, tokens_of_kinds  # noqa: E402
+import jumar
+from jumar import models
+from moe_hf_suite import *
+from moe_hf_suite import CONVERTERS, assert_close, blocks, counted, tokens_of_kinds
 
 LISTED = ["mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "deepseek_v3"]
 

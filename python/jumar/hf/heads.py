@@ -128,7 +128,7 @@ def sees_plain_logits(module: nn.Module, cls: type) -> str | None:
     try:
         with probe.quiet():
             call(model, labels)
-    except Exception as error:  # noqa: BLE001  anything that the model's code raises
+    except Exception as error:
         return probe.describe(error)
     if not seen:
         return "its forward does not call its loss function"

@@ -12,7 +12,7 @@ FSDP, tensor, pipeline and context parallelism. :func:`plan` tells beforehand wh
 Importing this module applies the compat shims that the machine needs (:mod:`jumar.compat`).
 """
 
-# ruff: noqa: E402  the shims come before anything of torchtitan
+# The shims come before anything of torchtitan.
 from __future__ import annotations
 
 from jumar import compat

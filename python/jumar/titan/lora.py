@@ -10,8 +10,8 @@ from jumar import compat
 
 compat.apply()
 
-from torchtitan.components import lora as titan_lora  # noqa: E402
-from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.components import lora as titan_lora
+from torchtitan.models.common.linear import Linear
 
 _HEAD = "lm_head"
 _fused: dict[type, type] = {}

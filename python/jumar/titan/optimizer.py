@@ -15,8 +15,8 @@ from jumar.optim import AdamW, clip
 
 compat.apply()
 
-from torchtitan.components.optimizer import OptimizersContainer  # noqa: E402
-from torchtitan.distributed import utils as dist_utils  # noqa: E402
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.distributed import utils as dist_utils
 
 #: The name in ``[optimizer]`` and in ``ParamGroupConfig.optimizer_name``.
 NAME = "jumar_adamw"

@@ -17,7 +17,7 @@ from jumar import compat
 
 compat.apply()
 
-from jumar.titan02.converters import CONVERTERS, register  # noqa: E402
+from jumar.titan02.converters import CONVERTERS, register
 
 register()
 

@@ -26,8 +26,8 @@ from jumar.train.rng import RngState
 
 compat.apply()
 
-from torchtitan.components.checkpointer.base import MODEL  # noqa: E402
-from torchtitan.components.checkpointer.dcp import CheckpointManager  # noqa: E402
+from torchtitan.components.checkpointer.base import MODEL
+from torchtitan.components.checkpointer.dcp import CheckpointManager
 
 log = logging.getLogger("jumar.train")
 

@@ -16,7 +16,7 @@ from jumar.train.errors import JobError
 
 compat.apply()
 
-from torchtitan.components.validate import Validator  # noqa: E402
+from torchtitan.components.validate import Validator
 
 
 class _InStep:

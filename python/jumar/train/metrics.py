@@ -14,7 +14,7 @@ from jumar.train.records import Records, of_step
 
 compat.apply()
 
-from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank  # noqa: E402
+from torchtitan.components.metrics import MetricsProcessor, _get_metrics_rank
 
 
 class JobMetrics(MetricsProcessor):

@@ -16,9 +16,9 @@ from jumar.train.signals import Stop
 
 compat.apply()
 
-from torchtitan.trainer import Trainer  # noqa: E402
+from torchtitan.trainer import Trainer
 
-from jumar.titan.optimizer import clipping  # noqa: E402
+from jumar.titan.optimizer import clipping
 
 
 class JobTrainer(Trainer):

@@ -4,7 +4,7 @@ It is torchtitan's DeepSeek-V3 with sparse attention: an indexer of a few small 
 to. Nothing of it needs a fused operator; the converter ``npu_dsa`` puts them in.
 """
 
-# ruff: noqa: E402  the shims come before anything of torchtitan
+# The shims come before anything of torchtitan.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields

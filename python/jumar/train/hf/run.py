@@ -138,11 +138,6 @@ def _check(job: Job) -> None:
     mode = job["activation_checkpoint"]["mode"]
     if mode not in ("none", "full"):
         raise JobError(f"activation_checkpoint.mode = {mode!r}: a Hugging Face folder has none and full")
-    if job["optimizer"]["name"] == "jumar_adamw":
-        try:
-            import jumar.optim  # noqa: F401
-        except ImportError as error:
-            raise JobError(f"optimizer.name = 'jumar_adamw': {error}") from error
     if job["checkpoint"]["initial_load_path"]:
         raise JobError("checkpoint.initial_load_path is nothing for model.name = 'hf': name the folder in model.hf_assets_path")
     if len(job["chat"]["name"]) > 2 or len(job["chat"]["author"]) > 2:
