@@ -18,20 +18,19 @@ from torch.autograd.function import once_differentiable
 
 
 class Meter:
-    """The indexer's loss of one layer, summed over the queries of every backward pass since :meth:`take`."""
+    """The indexer's loss of one layer, summed over the queries of a backward pass, for each one since :meth:`take`."""
 
     def __init__(self) -> None:
-        self.total: Tensor | None = None
+        self.losses: list[Tensor] = []
 
     def add(self, loss: Tensor) -> None:
         """Adds a loss of one element."""
-        loss = loss.detach().reshape(())
-        self.total = loss if self.total is None else self.total + loss
+        self.losses.append(loss.detach().reshape(()))
 
-    def take(self) -> Tensor | None:
-        """The sum, which begins again at nothing; None where no backward pass came by."""
-        total, self.total = self.total, None
-        return total
+    def take(self, passes: int | None = None) -> Tensor:
+        """The sum over all backward passes, or the last ``passes`` of them; the list begins again at none."""
+        losses, self.losses = self.losses[-(passes or 0) :], []
+        return sum(losses, torch.zeros(()))
 
 
 class _Learn(torch.autograd.Function):

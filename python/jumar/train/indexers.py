@@ -15,9 +15,13 @@ from jumar.dsa import Meter
 class IndexerLoss:
     """What the meters of a model's sparse attention have added up in the step that is under way."""
 
-    def __init__(self, parts: Iterable[nn.Module], config: Any, dims: Any, device: torch.device):
-        """``parts``: the stages of the model that are here; ``config``: that of the whole model; ``dims``: torchtitan's."""
-        self.dims, self.device = dims, device
+    def __init__(self, parts: Iterable[nn.Module], config: Any, dims: Any, passes: int):
+        """``parts``: the stages of the model that are here; ``config``: that of the whole model; ``dims``: torchtitan's.
+
+        ``passes``: backward passes of a step. A pipeline's stage runs once more before its first step, to learn its
+        shapes, on memory as it lies.
+        """
+        self.dims, self.passes = dims, passes
         modules = (module for part in parts for module in part.modules())
         self.layers = [m for m in modules if isinstance(getattr(m, "meter", None), Meter)]
         attentions = (getattr(layer, "attention", None) for layer in getattr(config, "layers", []))
@@ -34,8 +38,7 @@ class IndexerLoss:
 
     def mean(self) -> float:
         """The mean over the queries and layers of the whole step, over all ranks. Every rank must call it."""
-        found = [total for layer in self.layers if (total := layer.meter.take()) is not None]
-        total = sum(found, torch.zeros((), device=self.device)).double()
+        total = sum((layer.meter.take(self.passes) for layer in self.layers), torch.zeros(())).double()
         for mesh in filter(None, map(self.dims.get_optional_mesh, ("loss", "pp"))):
             dist.all_reduce(total, group=mesh.get_group())
         return total.item() / self.queries
