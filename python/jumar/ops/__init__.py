@@ -8,6 +8,13 @@ from __future__ import annotations
 from jumar.ops.attention import npu_fusion_attention, npu_fusion_attention_grad
 from jumar.ops.balance import expert_bias_update, load_balance_loss, router_z_loss
 from jumar.ops.grouped_matmul import grouped_matmul
+from jumar.ops.lightning_indexer import (
+    npu_dense_lightning_indexer_grad_kl_loss,
+    npu_dense_lightning_indexer_softmax_lse,
+    npu_lightning_indexer,
+    npu_lightning_indexer_grad,
+    npu_sparse_lightning_indexer_grad_kl_loss,
+)
 from jumar.ops.linear import npu_linear, npu_linear_backward
 from jumar.ops.loss import (
     linear_cross_entropy,
@@ -71,11 +78,15 @@ __all__ = [
     "npu_apply_adam_w",
     "npu_cross_entropy_loss",
     "npu_cross_entropy_loss_backward",
+    "npu_dense_lightning_indexer_grad_kl_loss",
+    "npu_dense_lightning_indexer_softmax_lse",
     "npu_fusion_attention",
     "npu_fusion_attention_grad",
     "npu_gemma_rms_norm",
     "npu_grouped_matmul",
     "npu_grouped_matmul_add",
+    "npu_lightning_indexer",
+    "npu_lightning_indexer_grad",
     "npu_linear",
     "npu_linear_backward",
     "npu_moe_finalize_routing",
@@ -102,6 +113,7 @@ __all__ = [
     "npu_rotary_mul_backward",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
+    "npu_sparse_lightning_indexer_grad_kl_loss",
     "npu_swiglu",
     "npu_swiglu_backward",
     "rms_norm_gated",

@@ -9,6 +9,7 @@ namespace jumar::binding {
 
 std::vector<OpEntry> AttentionOps();
 std::vector<OpEntry> GroupedMatmulOps();
+std::vector<OpEntry> LightningIndexerOps();
 std::vector<OpEntry> LinearOps();
 std::vector<OpEntry> LossOps();
 std::vector<OpEntry> MoeFfnOps();
@@ -25,9 +26,9 @@ std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      AttentionOps(), GroupedMatmulOps(), LinearOps(),          LossOps(),      MoeFfnOps(),
-      MoeOps(),       MoeRoutingMapOps(), MoeRoutingOps(),      OptimizerOps(), RmsNormOps(),
-      RotaryOps(),    RouterOps(),        SparseAttentionOps(), SwigluOps(),    UlpErrorOps(),
+      AttentionOps(), GroupedMatmulOps(),   LightningIndexerOps(), LinearOps(),    LossOps(),    MoeFfnOps(),
+      MoeOps(),       MoeRoutingMapOps(),   MoeRoutingOps(),       OptimizerOps(), RmsNormOps(), RotaryOps(),
+      RouterOps(),    SparseAttentionOps(), SwigluOps(),           UlpErrorOps(),
   };
 }
 

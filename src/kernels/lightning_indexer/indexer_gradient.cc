@@ -1,0 +1,140 @@
+#include "kernels/lightning_indexer/indexer_gradient.h"
+
+#include <cstring>
+
+#include "base/parallel.h"
+
+namespace jumar {
+namespace {
+
+constexpr int64_t kChunks = 32;  // of a sequence
+constexpr int64_t kChunkRows = 32;
+constexpr int64_t kSumKeys = 32;  // of a task that adds up chunks
+
+}  // namespace
+
+template <typename C>
+QueryGradient<C>::Work::Work(const IndexerPlan& plan, ScratchFrame& frame)
+    : slope_panel(plan.gemm.PanelStride(plan.gemm.mr, plan.key_block)),
+      turned_panel(plan.gemm.PanelStride(plan.gemm.mr, plan.heads)),
+      slopes(frame.Alloc<C>(CeilDiv(plan.heads, plan.gemm.mr) * slope_panel)),
+      turned(frame.Alloc<C>(CeilDiv(plan.key_block, plan.gemm.mr) * turned_panel)) {}
+
+template <typename C>
+QueryGradient<C>::QueryGradient(const IndexerPlan& plan, ScratchFrame& frame)
+    : plan_(plan),
+      head_panel_(plan.gemm.PanelStride(plan.gemm.nr, plan.heads)),
+      query_(frame.Alloc<C>(plan.query_size)),
+      across_(frame.Alloc<C>(plan.ld_d / plan.gemm.nr * head_panel_)),
+      dq_(frame.Alloc<C>(plan.heads * plan.ld_d)),
+      dw_(frame.Alloc<C>(plan.heads)) {}
+
+template <typename C>
+void QueryGradient<C>::Load(const SequencePair& s, int64_t row) {
+  const GemmOperand q = plan_.Query(s, row);
+  const GemmOperand turned = Across(q);
+  plan_.gemm.pack_a({&q, 0, plan_.heads, 0, plan_.d, plan_.query_panel, query_});
+  plan_.gemm.pack_b({&turned, 0, plan_.d, 0, plan_.heads, head_panel_, across_});
+  std::fill_n(dq_, plan_.heads * plan_.ld_d, C(0));
+  std::fill_n(dw_, plan_.heads, C(0));
+  weights_ = plan_.Weights<C>(s, row);
+  row_ = s.batch * plan_.in.query.size[1] + s.q_begin + row;
+}
+
+template <typename C>
+void QueryGradient<C>::Products(const C* keys, int64_t n, C* r) const {
+  MultiplyTile(plan_.gemm, plan_.heads, n, plan_.d, query_, plan_.query_panel, keys, plan_.key_panel, r,
+               plan_.key_block, false);
+}
+
+template <typename C>
+void QueryGradient<C>::Scores(const C* r, int64_t n, C* scores) const {
+  plan_.kernel.head_sum(r, plan_.key_block, plan_.heads, n, weights_, scores);
+}
+
+template <typename C>
+void QueryGradient<C>::Add(const C* across, int64_t n, C* r, const C* di, C* dk, bool accumulate, const Work& work) {
+  const GemmKernel& gemm = plan_.gemm;
+  plan_.kernel.score_gradient(r, plan_.key_block, plan_.heads, n, weights_, di, dw_);
+  const GemmOperand slopes{r, plan_.compute, plan_.heads, n, plan_.key_block, 1};
+  const GemmOperand turned = Across(slopes);
+  gemm.pack_a({&slopes, 0, plan_.heads, 0, n, work.slope_panel, work.slopes});
+  gemm.pack_a({&turned, 0, n, 0, plan_.heads, work.turned_panel, work.turned});
+  MultiplyTile(gemm, plan_.heads, plan_.d, n, work.slopes, work.slope_panel, across, plan_.across_panel, dq_,
+               plan_.ld_d, true);
+  MultiplyTile(gemm, n, plan_.d, plan_.heads, work.turned, work.turned_panel, across_, head_panel_, dk, plan_.ld_d,
+               accumulate);
+}
+
+template <typename C>
+void QueryGradient<C>::Store(const TensorView& dq, const TensorView& dw) const {
+  const auto place = [&](const TensorView& x, int64_t elements) {
+    return static_cast<char*>(x.data) + row_ * elements * static_cast<int64_t>(SizeOf(x.dtype));
+  };
+  StoreRows(plan_, dq_, plan_.ld_d, plan_.heads, plan_.d, dq.dtype, place(dq, plan_.heads * plan_.d));
+  StoreRows(plan_, dw_, plan_.heads, 1, plan_.heads, dw.dtype, place(dw, plan_.heads));
+}
+
+template <typename C>
+double SumOverChunks(const IndexerPlan& plan, bool all_keys, const TensorView& dk,
+                     const std::function<void(const RowChunk&)>& body) {
+  int64_t rows = 0;
+  for (const SequencePair& s : plan.in.sequences) rows += s.q_len;
+  std::vector<double> losses(static_cast<size_t>(rows), 0.0);
+  std::vector<RowChunk> chunks;
+  std::vector<std::pair<size_t, size_t>> of_sequence;
+  rows = 0;
+  for (const SequencePair& s : plan.in.sequences) {
+    const size_t first = chunks.size();
+    const int64_t count = s.q_len == 0 ? 0 : std::clamp<int64_t>(s.q_len / kChunkRows, 1, kChunks);
+    for (int64_t c = 0; c < count; ++c) {
+      const int64_t begin = ChunkBegin(s.q_len, count, c);
+      const int64_t n = ChunkBegin(s.q_len, count, c + 1) - begin;
+      const int64_t keys = all_keys ? s.k_len : plan.Limit(s, begin + n - 1);
+      chunks.push_back({&s, begin, n, keys, nullptr, losses.data() + rows});
+      rows += n;
+    }
+    of_sequence.emplace_back(first, chunks.size());
+  }
+  std::vector<HeapBuffer> memory(chunks.size());
+  const auto count = static_cast<int64_t>(chunks.size());
+  ParallelChunks(count, [&](int64_t task) {
+    // Later rows of causal attention have more keys: they go first.
+    const auto at = static_cast<size_t>(count - 1 - task);
+    RowChunk& chunk = chunks[at];
+    const int64_t bytes = chunk.keys * plan.ld_d * static_cast<int64_t>(sizeof(C));
+    memory[at] = HeapBuffer(bytes);
+    chunk.dk = memory[at].data();
+    std::memset(chunk.dk, 0, static_cast<size_t>(bytes));
+    body(chunk);
+  });
+  ZeroResult(dk);
+  for (size_t i = 0; i < of_sequence.size(); ++i) {
+    const SequencePair& s = plan.in.sequences[i];
+    const auto [first, last] = of_sequence[i];
+    ParallelChunks(CeilDiv(s.k_len, kSumKeys), [&](int64_t block) {
+      const int64_t key = block * kSumKeys;
+      ScratchFrame frame;
+      C* sum = frame.Alloc<C>(kSumKeys * plan.ld_d);
+      const int64_t n = std::min(kSumKeys, s.k_len - key);
+      std::fill_n(sum, n * plan.ld_d, C(0));
+      for (size_t c = first; c < last; ++c) {
+        const int64_t have = std::min(n, chunks[c].keys - key);
+        if (have > 0) plan.kernel.add(sum, static_cast<const C*>(chunks[c].dk) + key * plan.ld_d, have * plan.ld_d);
+      }
+      StoreRows(plan, sum, plan.ld_d, n, plan.d, dk.dtype, Element(dk, s.batch, s.k_begin + key));
+    });
+  }
+  double loss = 0;
+  for (const double x : losses) loss += x;
+  return loss;
+}
+
+template class QueryGradient<float>;
+template class QueryGradient<double>;
+template double SumOverChunks<float>(const IndexerPlan&, bool, const TensorView&,
+                                     const std::function<void(const RowChunk&)>&);
+template double SumOverChunks<double>(const IndexerPlan&, bool, const TensorView&,
+                                      const std::function<void(const RowChunk&)>&);
+
+}  // namespace jumar

@@ -1,0 +1,265 @@
+// Scores in a stream of key blocks: the choice of the largest, and the statistics of their softmax.
+#include "kernels/lightning_indexer/lightning_indexer.h"
+
+#include <cmath>
+#include <limits>
+
+#include "base/parallel.h"
+#include "jumar/runtime.h"
+#include "kernels/lightning_indexer/indexer_plan.h"
+#include "kernels/lightning_indexer/running_top_k.h"
+
+namespace jumar {
+namespace {
+
+constexpr int64_t kWaveBytes = 32 << 20;
+constexpr int64_t kTaskHeads = 256;  // rows of queries and heads that pass one block of keys
+
+// Keys are packed once, for a few sequences at a time, and serve all queries. A task is a block of queries of one
+// sequence. For each, make(sequence, row, rows, frame) gives what takes its scores: take(row, scores, n, key), in
+// ascending order of keys, then finish(row).
+template <typename C, typename Make>
+class ScoreStream {
+ public:
+  ScoreStream(const IndexerPlan& plan, const Make& make) : plan_(plan), make_(make) {}
+
+  void Run() {
+    std::vector<Item> wave;
+    int64_t bytes = 0;
+    for (const SequencePair& s : plan_.in.sequences) {
+      if (s.q_len == 0) continue;
+      const int64_t blocks = CeilDiv(s.k_len, plan_.key_block);
+      const int64_t size = blocks * plan_.key_size * static_cast<int64_t>(sizeof(C));
+      if (bytes + size > kWaveBytes && !wave.empty()) {
+        Wave(wave);
+        wave.clear();
+        bytes = 0;
+      }
+      wave.push_back({&s, blocks, nullptr});
+      bytes += size;
+    }
+    Wave(wave);
+  }
+
+ private:
+  struct Item {
+    const SequencePair* s;
+    int64_t blocks;
+    C* packed;
+  };
+  struct Task {
+    const Item* item;
+    int64_t begin;
+  };
+
+  void Wave(std::vector<Item>& wave) {
+    ScratchFrame frame;
+    std::vector<Task> packs;
+    std::vector<Task> tasks;
+    int64_t rows = std::max<int64_t>(1, kTaskHeads / plan_.heads);
+    int64_t all = 0;
+    for (const Item& item : wave) all += item.s->q_len;
+    rows = std::clamp<int64_t>(all / (2 * NumThreads()), 1, rows);
+    for (Item& item : wave) {
+      item.packed = frame.Alloc<C>(item.blocks * plan_.key_size);
+      for (int64_t b = 0; b < item.blocks; ++b) packs.push_back({&item, b});
+      // Later queries of causal attention have more keys: they go first.
+      for (int64_t end = item.s->q_len; end > 0; end -= rows)
+        tasks.push_back({&item, std::max<int64_t>(end - rows, 0)});
+    }
+    ParallelChunks(static_cast<int64_t>(packs.size()), [&](int64_t i) {
+      const auto& [item, b] = packs[static_cast<size_t>(i)];
+      const int64_t key = b * plan_.key_block;
+      const int64_t n = std::min(plan_.key_block, item->s->k_len - key);
+      const GemmOperand keys = plan_.Keys(*item->s, 0, item->s->k_len);
+      plan_.gemm.pack_b({&keys, key, n, 0, plan_.d, plan_.key_panel, item->packed + b * plan_.key_size});
+    });
+    ParallelChunks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+      const auto& [item, begin] = tasks[static_cast<size_t>(i)];
+      Rows(*item, begin, std::min(rows, item->s->q_len - begin));
+    });
+  }
+
+  void Rows(const Item& item, int64_t row, int64_t rows) {
+    const SequencePair& s = *item.s;
+    ScratchFrame frame;
+    C* queries = frame.Alloc<C>(rows * plan_.query_size);
+    C* tile = frame.Alloc<C>(plan_.heads * plan_.key_block);
+    C* scores = frame.Alloc<C>(plan_.key_block);
+    auto sink = make_(s, row, rows, frame);
+    for (int64_t r = 0; r < rows; ++r) {
+      const GemmOperand q = plan_.Query(s, row + r);
+      plan_.gemm.pack_a({&q, 0, plan_.heads, 0, plan_.d, plan_.query_panel, queries + r * plan_.query_size});
+    }
+    const int64_t end = plan_.Limit(s, row + rows - 1);
+    for (int64_t key = 0; key < end; key += plan_.key_block) {
+      const C* keys = item.packed + key / plan_.key_block * plan_.key_size;
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t n = std::min(plan_.key_block, plan_.Limit(s, row + r) - key);
+        if (n <= 0) continue;
+        MultiplyTile(plan_.gemm, plan_.heads, n, plan_.d, queries + r * plan_.query_size, plan_.query_panel, keys,
+                     plan_.key_panel, tile, plan_.key_block, false);
+        plan_.kernel.head_sum(tile, plan_.key_block, plan_.heads, n, plan_.Weights<C>(s, row + r), scores);
+        sink.Take(r, scores, n, key);
+      }
+    }
+    for (int64_t r = 0; r < rows; ++r) sink.Finish(r);
+  }
+
+  const IndexerPlan& plan_;
+  const Make& make_;
+};
+
+template <typename C, typename Make>
+void StreamScores(const IndexerPlan& plan, const Make& make) {
+  ScoreStream<C, Make>(plan, make).Run();
+}
+
+template <typename C>
+class ChooseKeys {
+ public:
+  ChooseKeys(const IndexerPlan& plan, const TensorView& indices, const TensorView* values, const SequencePair& s,
+             int64_t row, int64_t rows, ScratchFrame& frame)
+      : plan_(plan),
+        indices_(indices),
+        values_(values),
+        first_(s.batch * plan.in.query.size[1] + s.q_begin + row),
+        count_(indices.size[3]),
+        limits_(count_, std::max<int64_t>(plan.Limit(s, row + rows - 1), 1), plan.key_block),
+        scratch_(frame, limits_),
+        row_(values == nullptr ? nullptr : frame.Alloc<C>(count_)) {
+    for (int64_t r = 0; r < rows; ++r) best_.emplace_back(plan.kernel, frame, limits_);
+  }
+
+  void Take(int64_t r, const C* scores, int64_t n, int64_t key) {
+    best_[static_cast<size_t>(r)].Add(scores, n, key, scratch_);
+  }
+
+  void Finish(int64_t r) {
+    const typename RunningTopK<C>::Choice* chosen = nullptr;
+    const int64_t n = best_[static_cast<size_t>(r)].Finish(scratch_, &chosen);
+    int32_t* ids = indices_.ptr<int32_t>() + (first_ + r) * count_;
+    for (int64_t i = 0; i < n; ++i) ids[i] = static_cast<int32_t>(chosen[i].id);
+    std::fill(ids + n, ids + count_, -1);
+    if (values_ == nullptr) return;
+    for (int64_t i = 0; i < n; ++i) row_[i] = chosen[i].score();
+    std::fill(row_ + n, row_ + count_, -std::numeric_limits<C>::infinity());
+    StoreRows(plan_, row_, 0, 1, count_, values_->dtype, Element(*values_, 0, 0) + RowBytes() * (first_ + r));
+  }
+
+ private:
+  int64_t RowBytes() const { return count_ * static_cast<int64_t>(SizeOf(values_->dtype)); }
+
+  const IndexerPlan& plan_;
+  const TensorView& indices_;
+  const TensorView* values_;
+  int64_t first_;
+  int64_t count_;
+  typename RunningTopK<C>::Limits limits_;
+  typename RunningTopK<C>::Scratch scratch_;
+  C* row_;
+  std::vector<RunningTopK<C>> best_;
+};
+
+// max and the sum of exponentials so far; the sum is rescaled where a block has a larger score.
+template <typename C>
+class Softmax {
+ public:
+  Softmax(const IndexerPlan& plan, const TensorView& max, const TensorView& sum, const SequencePair& s, int64_t row,
+          int64_t rows)
+      : plan_(plan), max_(max), sum_(sum), first_(s.batch * plan.in.query.size[1] + s.q_begin + row) {
+    rows_.assign(static_cast<size_t>(rows), {static_cast<C>(kLowestIndexScore), C(0)});
+  }
+
+  void Take(int64_t r, C* scores, int64_t n, int64_t /*key*/) {
+    auto& [max, sum] = rows_[static_cast<size_t>(r)];
+    const C higher = static_cast<C>(plan_.kernel.max(scores, n, max));
+    const C more = static_cast<C>(plan_.kernel.exp_sum(scores, n, higher));
+    sum = sum * std::exp(max - higher) + more;
+    max = higher;
+  }
+
+  void Finish(int64_t r) {
+    const auto& [max, sum] = rows_[static_cast<size_t>(r)];
+    max_.ptr<C>()[first_ + r] = max;
+    sum_.ptr<C>()[first_ + r] = sum;
+  }
+
+ private:
+  const IndexerPlan& plan_;
+  const TensorView& max_;
+  const TensorView& sum_;
+  int64_t first_;
+  std::vector<std::pair<C, C>> rows_;
+};
+
+// Calls body(C()) with the compute type.
+template <typename F>
+void WithCompute(const IndexerPlan& plan, const F& body) {
+  plan.compute == DType::kF64 ? body(double()) : body(float());
+}
+
+template <typename T>
+void FillResult(const TensorView& x, T value) {
+  ParallelFor(x.numel(), 1 << 18,
+              [&](int64_t begin, int64_t end) { std::fill(x.ptr<T>() + begin, x.ptr<T>() + end, value); });
+}
+
+// Whether every query belongs to a sequence.
+bool Covered(const IndexerInputs& in) {
+  int64_t rows = 0;
+  for (const SequencePair& s : in.sequences) rows += s.q_len;
+  return rows == in.query.size[0] * in.query.size[1];
+}
+
+}  // namespace
+
+void LightningIndexer(const char* op, const IndexerInputs& in, const TensorView& indices, const TensorView* values) {
+  ScratchFrame frame;
+  const IndexerPlan plan(op, in, frame);
+  const TensorView& q = in.query;
+  JUMAR_CHECK(op, indices.rank == 4 && indices.size[3] > 0, "sparse_count must be positive, got ",
+              indices.rank == 4 ? indices.size[3] : 0);
+  const std::vector<int64_t> sizes = {q.size[0], q.size[1], 1, indices.size[3]};
+  CheckResult(op, "indices", indices, sizes, DType::kI32);
+  if (values != nullptr) CheckResult(op, "values", *values, sizes, q.dtype);
+  if (!Covered(in)) {
+    FillResult<int32_t>(indices, -1);
+    if (values != nullptr) {
+      const TensorView rows = Contiguous(values->data, values->dtype, {q.size[0] * q.size[1], indices.size[3]});
+      WithCompute(plan, [&](auto zero) {
+        using C = decltype(zero);
+        const std::vector<C> hidden(static_cast<size_t>(indices.size[3]), -std::numeric_limits<C>::infinity());
+        for (int64_t i = 0; i < rows.size[0]; ++i) {
+          StoreRows(plan, hidden.data(), 0, 1, rows.size[1], rows.dtype, Element(rows, i, 0));
+        }
+      });
+    }
+  }
+  WithCompute(plan, [&](auto zero) {
+    using C = decltype(zero);
+    StreamScores<C>(plan, [&](const SequencePair& s, int64_t row, int64_t rows, ScratchFrame& memory) {
+      return ChooseKeys<C>(plan, indices, values, s, row, rows, memory);
+    });
+  });
+}
+
+void IndexerSoftmax(const char* op, const IndexerInputs& in, const TensorView& max, const TensorView& sum) {
+  ScratchFrame frame;
+  const IndexerPlan plan(op, in, frame);
+  const std::vector<int64_t> sizes = {in.query.size[0], in.query.size[1]};
+  CheckResult(op, "softmax_max", max, sizes, plan.compute);
+  CheckResult(op, "softmax_sum", sum, sizes, plan.compute);
+  WithCompute(plan, [&](auto zero) {
+    using C = decltype(zero);
+    if (!Covered(in)) {
+      FillResult(max, static_cast<C>(kLowestIndexScore));
+      FillResult(sum, C(0));
+    }
+    StreamScores<C>(plan, [&](const SequencePair& s, int64_t row, int64_t rows, ScratchFrame&) {
+      return Softmax<C>(plan, max, sum, s, row, rows);
+    });
+  });
+}
+
+}  // namespace jumar
