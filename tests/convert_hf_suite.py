@@ -191,23 +191,25 @@ def test_multimodal_positions_that_differ_by_axis():
     assert_close(model(input_ids=ids, position_ids=positions).logits, expected, 1e-5)
 
 
+def generate(model, tokens, **options):
+    inputs = {name: value for name, value in models.example_inputs(model).items() if name != "labels"}
+    options |= {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options["suppress_tokens"] = list(range(90, 96))  # a random model would start images
+    return model.generate(**inputs, **options)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_with_cache_after_training(name):
     model = models.build(name)
-    inputs = models.example_inputs(model)
-    inputs.pop("labels")
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    options["suppress_tokens"] = list(range(90, 96))  # a random model would start images
-    expected = model.generate(**inputs, **options)
+    expected = generate(model, 6)
     jumar.kernelize(model)
     model.train()
     step(model, models.example_inputs(model))
     model.eval()
-    actual, calls = counted(lambda: model.generate(**inputs, **options))
+    actual, calls = counted(lambda: generate(model, 6))
     assert torch.equal(actual, expected)
     assert calls["npu_rotary_mul"] >= 6 * 2 * 2  # every decoding step of every layer
-    without_cache = model.generate(**inputs, **options, use_cache=False)
-    assert torch.equal(without_cache, expected)
+    assert torch.equal(generate(model, 6, use_cache=False), expected)
 
 
 def test_train_and_eval_switch_back_and_forth():

@@ -17,6 +17,7 @@ from convert_hf_suite import (
     assert_close,
     check_save_and_load,
     counted,
+    generate,
     gradient_errors,
     rms,
     snapshot,
@@ -316,13 +317,9 @@ def test_auxiliary_loss_and_router_logits(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_generate(name):
     model = models.build(name)
-    inputs = models.example_inputs(model)
-    inputs.pop("labels")
-    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    options["suppress_tokens"] = list(range(90, 96))
-    expected = model.generate(**inputs, **options)
+    expected = generate(model, 4)
     jumar.convert(model, CONVERTERS, strict=True)
-    actual, calls = counted(lambda: model.generate(**inputs, **options))
+    actual, calls = counted(lambda: generate(model, 4))
     assert torch.equal(actual, expected)
     assert calls["router_top_k"] == 4 * len(blocks(model))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -110,6 +112,17 @@ def check_threads(f: Callable[[], Sequence[Tensor]]) -> None:
         torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def peak_memory(script: str) -> tuple[int, int]:
+    """Kilobytes that a script in a process of its own prints: the rise of the peak with fused operators, and with eager.
+
+    The script may call ``peak()``.
+    """
+    head = "import resource\ndef peak():\n    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+    out = subprocess.run([sys.executable, "-c", head + script], check=True, capture_output=True, text=True).stdout
+    fused, eager = out.split()
+    return int(fused), int(eager)
 
 
 def expert_ids(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import jumar
 from jumar import models, ops
+from op_util import peak_memory
 
 pytest.importorskip("transformers", minversion="5.0")
 npu = torch.ops.npu
@@ -244,7 +242,7 @@ def test_gradients_that_are_expanded():
 
 
 _PEAK = """
-import resource, sys, torch
+import sys, torch
 import jumar
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 torch.set_num_threads(2)
@@ -257,8 +255,6 @@ for p in model.parameters():
 def step(tokens):
     ids = torch.arange(tokens)[None] * 7 % 128
     model(input_ids=ids, labels=ids).loss.backward()
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 report = jumar.kernelize(model)
 step(16)  # what libraries set up once
 report.undo()
@@ -275,8 +271,5 @@ print(fused - before, peak() - before)
 
 def test_peak_memory_is_at_most_seven_tenths_of_eagers():
     """Above parameters and gradients."""
-    out = subprocess.run(
-        [sys.executable, "-c", _PEAK], check=True, capture_output=True, text=True
-    ).stdout
-    fused, eager_peak = (int(kilobytes) for kilobytes in out.split())
+    fused, eager_peak = peak_memory(_PEAK)
     assert fused <= 0.7 * eager_peak, (fused, eager_peak)

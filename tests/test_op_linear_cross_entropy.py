@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,7 +13,14 @@ from torch.library import opcheck
 import jumar
 from jumar import ops
 from jumar.ops import loss as loss_module
-from op_util import FLOAT_DTYPES, assert_ulp, check_retain_graph, signed, strided_views
+from op_util import (
+    FLOAT_DTYPES,
+    assert_ulp,
+    check_retain_graph,
+    peak_memory,
+    signed,
+    strided_views,
+)
 
 REDUCTIONS = ["none", "mean", "sum"]
 
@@ -302,7 +307,7 @@ def test_large_logits():
 
 
 _PEAK = """
-import resource, torch, torch.nn.functional as F
+import torch, torch.nn.functional as F
 from jumar import ops
 torch.set_num_threads(2)
 torch.manual_seed(0)
@@ -314,9 +319,6 @@ w.grad, x.grad = torch.zeros_like(w), torch.zeros_like(x)
 for m in (64, 2):  # what libraries set up once
     ops.linear_cross_entropy(x[:m], w[:999], t[:m] % 999).backward()
     F.cross_entropy((x[:m].float() @ w[:999].float().T), t[:m] % 999).backward()
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
 before = peak()
 ops.linear_cross_entropy(x, w, t).backward()
 fused = peak()
@@ -327,10 +329,7 @@ print(fused - before, peak() - before)
 
 def test_peak_memory_is_a_quarter_of_eagers():
     """Above parameters and gradients, at Qwen's vocabulary and 512 tokens."""
-    out = subprocess.run(
-        [sys.executable, "-c", _PEAK], check=True, capture_output=True, text=True
-    ).stdout
-    fused, eager = (int(kilobytes) for kilobytes in out.split())
+    fused, eager = peak_memory(_PEAK)
     assert fused * 4 <= eager, (fused, eager)
 
 

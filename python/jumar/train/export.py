@@ -61,6 +61,11 @@ def _heads(model: Any) -> dict[str, Any]:
     }
 
 
+def _scaled(rope: Any, **scaling: Any) -> dict[str, Any]:
+    """Positions that were stretched, under the names of transformers 4 and 5."""
+    return {"rope_scaling": scaling, "rope_parameters": {**scaling, "rope_theta": rope.theta}}
+
+
 def _qwen3(model: Any, context: int) -> dict[str, Any]:
     common = {**_decoder(model, context), **_heads(model), "use_sliding_window": False}
     moe = model.layers[0].moe
@@ -107,18 +112,17 @@ def _deepseek_v3(model: Any, context: int) -> dict[str, Any]:
         "num_nextn_predict_layers": 0,
     }
     if rope.scaling == "yarn" and rope.rope_factor > 1:
-        scaling = {
-            "rope_type": "yarn",
-            "factor": rope.rope_factor,
-            "beta_fast": rope.beta_fast,
-            "beta_slow": rope.beta_slow,
+        config |= _scaled(
+            rope,
+            rope_type="yarn",
+            factor=rope.rope_factor,
+            beta_fast=rope.beta_fast,
+            beta_slow=rope.beta_slow,
             # Equal: the scale is of the softmax alone, cos and sin have none.
-            "mscale": attention.mscale,
-            "mscale_all_dim": attention.mscale,
-            "original_max_position_embeddings": rope.original_seq_len,
-        }
-        config["rope_scaling"] = scaling
-        config["rope_parameters"] = {**scaling, "rope_theta": rope.theta}
+            mscale=attention.mscale,
+            mscale_all_dim=attention.mscale,
+            original_max_position_embeddings=rope.original_seq_len,
+        )
     return config
 
 
@@ -146,15 +150,14 @@ def _llama3(model: Any, context: int) -> dict[str, Any]:
         "mlp_bias": False,
     }
     if rope.scaling == "llama":
-        scaling = {
-            "rope_type": "llama3",
-            "factor": rope.scaling_factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_max_position_embeddings,
-        }
-        config["rope_scaling"] = scaling
-        config["rope_parameters"] = {**scaling, "rope_theta": rope.theta}
+        config |= _scaled(
+            rope,
+            rope_type="llama3",
+            factor=rope.scaling_factor,
+            low_freq_factor=rope.low_freq_factor,
+            high_freq_factor=rope.high_freq_factor,
+            original_max_position_embeddings=rope.original_max_position_embeddings,
+        )
     return config
 
 
