@@ -66,6 +66,71 @@ def test_pse_and_sink(dtype):
         Case(dtype, 2, 4, 2, 33, 50, 16, 16, "BSH", scale=0.4, pse=pse, sink=sink, **given).check()
 
 
+@pytest.mark.parametrize("mode", [0, 2, 3])
+def test_pse_compressed_to_its_last_rows(mode):
+    """A bias of i - j alone: padded, packed, and what the rows that share an element give to it."""
+    rows, heads, pse_rows = 1300, 2, 1024
+    slopes = torch.tensor([0.05, -0.03], dtype=torch.float64)[:, None, None]
+    offset = torch.arange(rows)[:, None] - torch.arange(rows)
+    bias = (slopes * offset).unsqueeze(0)
+    q, k, v, dy = (normal(1, heads, rows, 4, seed=i) for i in range(4))
+    rule = {"atten_mask": CAUSAL_MASK, "sparse_mode": mode, "scale": 0.3}
+    if mode == 0:
+        rule.update(atten_mask=torch.zeros(1, 1, dtype=torch.bool), next_tockens=0)
+
+    def run(pse):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, pse)]
+        out = ops.npu_fusion_attention(*leaves[:3], heads, "BNSD", pse=leaves[3], **rule)[0]
+        return out, *torch.autograd.grad(out, leaves, dy)
+
+    whole, short = run(bias), run(bias[:, :, -pse_rows:])
+    for a, b in zip(whole[:4], short[:4], strict=True):
+        assert torch.allclose(a, b, rtol=0, atol=1e-12)
+    # Row f and those after it have an element of their own; those before share row f with it.
+    first = rows - pse_rows
+    want = whole[4][:, :, first:].clone()
+    for i in range(first):
+        want[0, :, 0, first - i : first + 1] += whole[4][0, :, i, : i + 1]
+    assert torch.allclose(short[4], want, rtol=0, atol=1e-12)
+
+    # Packed: each sequence reads by its own positions, whatever the length of the others.
+    ends = [1100, 1107, 1107, 1300]
+    packed = [x[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v)]
+    lists = {"actual_seq_qlen": ends, "actual_seq_kvlen": ends}
+    pse = bias[:, :, 1100 - pse_rows : 1100, :1100].contiguous().requires_grad_()
+    out = ops.npu_fusion_attention(*packed, heads, "TND", pse=pse, **lists, **rule)[0]
+    got = torch.autograd.grad(out, [*packed, pse], dy[0].transpose(0, 1))
+    assert got[3].shape == pse.shape and got[3].isfinite().all()
+    for begin, end in ((0, 1100), (1100, 1107), (1107, 1300)):
+        n = end - begin
+        part = [x[:, :, begin:end].clone().requires_grad_() for x in (q, k, v)]
+        alone = ops.npu_fusion_attention(
+            *part, heads, "BNSD", pse=bias[:, :, :n, :n].contiguous(), **rule
+        )[0]
+        want = torch.autograd.grad(alone, part, dy[:, :, begin:end])
+        for a, b in zip((out, *got), (alone, *want), strict=False):
+            assert torch.allclose(a[begin:end].transpose(0, 1), b[0], rtol=0, atol=1e-12)
+
+
+def test_pse_that_packed_sequences_cannot_have():
+    q = torch.zeros(6, 2, 4)
+    given = {
+        "actual_seq_qlen": [3, 6],
+        "actual_seq_kvlen": [3, 6],
+        "atten_mask": CAUSAL_MASK,
+        "sparse_mode": 3,
+    }
+    for pse, change, text in (
+        (torch.zeros(2, 2, 3, 3), {}, "pse of input_layout TND must be the compressed form"),
+        (torch.zeros(3, 2, 1024, 3), {}, "pse compressed to 1024 rows has shape"),
+        (torch.zeros(1, 2, 1024, 2), {}, "pse compressed to 1024 rows has shape"),
+        (torch.zeros(1, 2, 1024, 5), {"actual_seq_kvlen": [2, 6]}, "as many queries as keys"),
+        (torch.zeros(1, 2, 1024, 5), {"atten_mask": None}, "not causal by its sparse_mode"),
+    ):
+        with pytest.raises(RuntimeError, match=f"npu_fusion_attention: .*{text}|attention: {text}"):
+            ops.npu_fusion_attention(q, q, q, 2, "TND", pse=pse, **{**given, **change})
+
+
 def test_random_cases():
     choose = random.Random(0)
     for seed in range(60):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ from jumar.opinfo.spec import Bound, Case, OpInfo, Shape, Target
 _ROUNDING = {torch.bfloat16: 2.0**16, torch.float16: 2.0**13}
 
 
-def _call(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, causal: bool = True) -> tuple:
+def _call(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, causal: bool = True
+) -> tuple:
     """[B, S, N, D], the layout of models; causal from the upper left."""
     mask = torch.zeros(1, 1, dtype=torch.bool) if causal else None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -25,7 +27,9 @@ def _call(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None,
     )
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, causal: bool = True) -> tuple[Tensor]:
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, causal: bool = True
+) -> tuple[Tensor]:
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     group = q.shape[1] != k.shape[1]
     y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=group)
@@ -47,7 +51,9 @@ def _terms(
         scores = scores.masked_fill(hidden, -torch.inf)
     p = scores.softmax(-1)
     size = abs(scale) * q.abs() @ k.abs().mT
-    size = (size.amax(-1, keepdim=True) if k.shape[-2] else size.sum(-1, keepdim=True)) * q.shape[-1] ** 0.5
+    size = (size.amax(-1, keepdim=True) if k.shape[-2] else size.sum(-1, keepdim=True)) * q.shape[
+        -1
+    ] ** 0.5
     row = 4 * size + max(1, k.shape[-2]) ** 0.5 + 8
     y = (p * row) @ v.abs()
     g = dy.abs()
@@ -83,7 +89,9 @@ def _cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
             "key": source.normal(batch, rows, kv, size),
             "value": source.normal(batch, rows, kv, value_size),
         }
-        label = f"{batch} x {rows} rows, {heads}/{kv} heads of {size}, {'causal' if causal else 'full'}"
+        label = (
+            f"{batch} x {rows} rows, {heads}/{kv} heads of {size}, {'causal' if causal else 'full'}"
+        )
         grads = [source.normal(batch, rows, heads, value_size)]
         case = Case(label, tensors, {"scale": size**-0.5, "causal": causal}, grads)
         yield case
@@ -101,57 +109,162 @@ def _bench(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _products(query: Arg, key: Arg, heads: int, causal: bool) -> float:
-    """FLOPs of one product per head. The layout is a string, which no trace has: [B, N, S, D] or [B, S, N, D]."""
+def _pairs(query: Arg, key: Arg, heads: int, causal: bool) -> float:
+    """Scores of all heads. The layout is a string, which no trace has: [B, N, S, D] or [B, S, N, D]."""
     if len(query.shape) != 4:
         raise LookupError("rows and heads of three dimensions go by the layout")
     rows = 2 if query.shape[1] == heads else 1
     visible = query.shape[rows] * key.shape[rows]
     if causal:
         visible -= min(query.shape[rows], key.shape[rows]) * (key.shape[rows] - 1) / 2
-    return 2.0 * query.shape[0] * heads * query.shape[3] * visible
+    return query.shape[0] * heads * visible
 
 
-def _causal(mask: Arg | None, following: int | None, mode: int | None) -> bool:
-    return mask is not None and (mode in (2, 3) or (not mode and following == 0))
+def _cost(
+    a: tuple[Any, ...],
+    heads: int,
+    mask: int,
+    following: int,
+    mode: int,
+    rope: int | None,
+    backward: bool,
+) -> Cost:
+    """Of a call with arguments ``a``; the numbers are places in it. 5 products backward, 3 of them over q's columns."""
+    query, key, value = a[:3]
+    ropes = [x for x in (a[rope : rope + 2] if rope is not None else ()) if x is not None]
+    causal = a[mask] is not None and (a[mode] in (2, 3) or (not a[mode] and a[following] == 0))
+    pairs = _pairs(query, key, a[heads], causal)
+    columns = query.shape[3] + (ropes[0].shape[3] if ropes else 0)
+    inputs = sum(x.bytes for x in (query, key, value, *ropes))
+    rows = query.numel // query.shape[3] * value.shape[3] * query.item  # out
+    if backward:
+        return Cost(2 * inputs + 2 * rows, pairs * (6 * columns + 4 * value.shape[3]), query.dtype)
+    return Cost(inputs + rows, pairs * 2 * (columns + value.shape[3]), query.dtype)
 
 
-def _forward_cost(query: Arg, key: Arg, value: Arg, heads: int, *rest: Any) -> Cost:
-    causal = _causal(rest[3], rest[7], rest[12])
-    moved = query.bytes + key.bytes + value.bytes + query.numel * query.item
-    return Cost(moved, 2 * _products(query, key, heads, causal), query.dtype)
+def _formula(*places: int | None, backward: bool = True) -> Formula:
+    return lambda *a: _cost(a, *places, backward)
 
 
-def _backward_cost(query: Arg, key: Arg, value: Arg, heads: int, causal: bool) -> Cost:
-    tensors = 4 * query.numel * query.item + 2 * (key.bytes + value.bytes)
-    return Cost(tensors, 5 * _products(query, key, heads, causal), query.dtype)
-
-
-#: Part of :data:`jumar.opinfo.costs.FUSED_COSTS`.
+#: Part of :data:`jumar.opinfo.costs.FUSED_COSTS`. Places of head_num, atten_mask, next_tokens, sparse_mode, query_rope.
 ATTENTION_COSTS: dict[str, Formula] = {
-    "npu_fusion_attention": _forward_cost,
-    "npu_fusion_attention_grad": lambda q, k, v, dy, heads, *r: _backward_cost(
-        q, k, v, heads, _causal(r[3], r[11], r[19])
-    ),
-    "fusion_attention_backward": lambda q, k, v, dy, out, most, total, heads, *r: _backward_cost(
-        q, k, v, heads, _causal(r[2], r[8], r[14])
-    ),
+    "npu_fusion_attention": _formula(3, 7, 11, 16, None, backward=False),
+    "npu_fusion_attention_v3": _formula(3, 7, 11, 16, None, backward=False),
+    "fusion_attention_v2": _formula(3, 7, 13, 17, 8, backward=False),
+    "npu_fusion_attention_grad": _formula(4, 8, 16, 24, None),
+    "npu_fusion_attention_grad_v2": _formula(4, 8, 18, 26, 13),
+    "npu_fusion_attention_grad_v3": _formula(4, 8, 16, 23, None),
+    "fusion_attention_backward": _formula(7, 10, 18, 24, 13),
+    "fusion_attention_backward_v3": _formula(7, 10, 15, 21, None),
 }
 
 _BOUND = Bound(half=1.0, single=1.0, double=4.0, terms=2.0)
+_NAMES = ("query", "key", "value")
+_ROPES = ("query_rope", "key_rope")
+
+
+def _joined(t: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """query, key and value with the ropes behind the columns of query and key."""
+    return torch.cat([t[0], t[3]], -1), torch.cat([t[1], t[4]], -1), t[2]
+
+
+def _v2_call(*tensors: Tensor, scale: float | None = None, causal: bool = True) -> tuple:
+    q, k, v, q_rope, k_rope = tensors
+    scale = (q.shape[-1] + q_rope.shape[-1]) ** -0.5 if scale is None else scale
+    mask = torch.zeros(1, 1, dtype=torch.bool) if causal else None
+    return torch.ops.jumar.npu_fusion_attention_v2(
+        q,
+        k,
+        v,
+        q.shape[2],
+        "BSND",
+        query_rope=q_rope,
+        key_rope=k_rope,
+        atten_mask=mask,
+        scale=scale,
+        next_tokens=0,
+    )
+
+
+def _v2_terms(t: dict[str, Tensor], grads: list[Tensor], **options: Any) -> dict[str, Tensor]:
+    joined = dict(zip(_NAMES, _joined([t[n] for n in (*_NAMES, *_ROPES)]), strict=True))
+    terms = _terms(joined, grads, **options)
+    for name, rope in zip(_NAMES, _ROPES, strict=False):
+        size = t[name].shape[-1]
+        terms[f"d {rope}"] = terms[f"d {name}"][..., size:]
+        terms[f"d {name}"] = terms[f"d {name}"][..., :size]
+    return terms
+
+
+def _v2_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
+    for case in _cases(dtype, seed):
+        source = Source(dtype, seed + 1)
+        t = case.tensors
+        size = t["query"].shape[-1] // 2 + 1
+        ropes = {
+            n: source.normal(*t[x].shape[:-1], size) for n, x in zip(_ROPES, _NAMES, strict=False)
+        }
+        yield Case(case.label, {**t, **ropes}, case.options, case.grads)
+
+
+def _v2_bench(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
+    source = Source(dtype, 2)
+    ropes = {
+        name: source.normal(1, shape["s"], shape[heads], shape["rope"])
+        for name, heads in zip(_ROPES, ("heads", "kv"), strict=True)
+    }
+    return {**_bench(shape, dtype), **ropes}
+
+
+def _v3_call(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, causal: bool = True
+) -> tuple[Tensor]:
+    mask = torch.zeros(1, 1, dtype=torch.bool) if causal else None
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return torch.ops.jumar.npu_fusion_attention_v3(
+        query, key, value, query.shape[2], "BSND", atten_mask=mask, scale=scale, next_tockens=0
+    )
+
+
+_COMMON: dict[str, Any] = {
+    "shapes": "query [B, S, N, D], key [B, S', N', D], value [B, S', N', D'] -> [B, S, N, D'], and other layouts",
+    "bounds": dict.fromkeys(("y", "d query", "d key", "d value"), _BOUND),
+    "plain": _plain,
+    "terms": _terms,
+    "cases": _cases,
+    "bench": _bench,
+    "target": Target(percent=60.0, eager=1.0, bf16=(3.0, 1.0), flops=6e9),
+}
 
 ENTRIES = (
     OpInfo(
         name="npu_fusion_attention",
         formula="y = softmax(mask(scale · (q · kᵀ + pse))) · v  per head",
-        shapes="query [B, S, N, D], key [B, S', N', D], value [B, S', N', D'] -> [B, S, N, D'], and other layouts",
         backward=("npu_fusion_attention_grad", "fusion_attention_backward"),
-        bounds=dict.fromkeys(("y", "d query", "d key", "d value"), _BOUND),
-        plain=_plain,
-        terms=_terms,
-        cases=_cases,
-        bench=_bench,
         call=_call,
-        target=Target(percent=60.0, eager=1.0, bf16=(3.0, 1.0), flops=6e9),
+        **_COMMON,
+    ),
+    OpInfo(
+        name="npu_fusion_attention_v2",
+        formula="y = softmax(mask(scale · (q · kᵀ + q_rope · k_ropeᵀ + pse))) · v  per head",
+        backward=("npu_fusion_attention_grad_v2", "fusion_attention_backward"),
+        doc="docs/ops/npu_fusion_attention.md",
+        call=_v2_call,
+        **{
+            **_COMMON,
+            "bounds": dict.fromkeys(("y", *(f"d {n}" for n in (*_NAMES, *_ROPES))), _BOUND),
+            "plain": lambda *t, **options: _plain(*_joined(t), **options),
+            "terms": _v2_terms,
+            "cases": _v2_cases,
+            "bench": _v2_bench,
+        },
+    ),
+    OpInfo(
+        name="npu_fusion_attention_v3",
+        formula="npu_fusion_attention with lengths, seed and offset in tensors",
+        backward=("npu_fusion_attention_grad_v3", "fusion_attention_backward_v3"),
+        doc="docs/ops/npu_fusion_attention.md",
+        call=_v3_call,
+        **_COMMON,
     ),
 )

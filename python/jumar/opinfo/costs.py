@@ -155,6 +155,7 @@ COMPOSITES = (
     "npu_grouped_matmul_add_",
     "npu_moe_gating_top_k",
     "npu_moe_gating_top_k_softmax_v2",
+    "npu_fusion_attention_v2",
 )
 
 #: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,

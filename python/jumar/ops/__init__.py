@@ -5,7 +5,14 @@ Each function calls ``torch.ops.jumar.NAME``, or ``torch.ops.npu.NAME`` when its
 
 from __future__ import annotations
 
-from jumar.ops.attention import npu_fusion_attention, npu_fusion_attention_grad
+from jumar.ops.attention import (
+    npu_fusion_attention,
+    npu_fusion_attention_grad,
+    npu_fusion_attention_grad_v2,
+    npu_fusion_attention_grad_v3,
+    npu_fusion_attention_v2,
+    npu_fusion_attention_v3,
+)
 from jumar.ops.balance import expert_bias_update, load_balance_loss, router_z_loss
 from jumar.ops.grouped_matmul import grouped_matmul
 from jumar.ops.lightning_indexer import (
@@ -82,6 +89,10 @@ __all__ = [
     "npu_dense_lightning_indexer_softmax_lse",
     "npu_fusion_attention",
     "npu_fusion_attention_grad",
+    "npu_fusion_attention_grad_v2",
+    "npu_fusion_attention_grad_v3",
+    "npu_fusion_attention_v2",
+    "npu_fusion_attention_v3",
     "npu_gemma_rms_norm",
     "npu_grouped_matmul",
     "npu_grouped_matmul_add",

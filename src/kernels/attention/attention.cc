@@ -16,7 +16,7 @@ class Forward {
  public:
   Forward(const AttentionPlan& plan, const TensorView& out, const TensorView& max, const TensorView& sum)
       : plan_(plan), out_(out), max_(max), sum_(sum) {
-    const int64_t row = plan.shape.group * std::max<int64_t>(plan.shape.d, 64);
+    const int64_t row = plan.shape.group * std::max<int64_t>(plan.shape.d + plan.shape.rope, 64);
     int64_t panels = std::max<int64_t>(1, kTaskElements / (row * plan.width));
     // Rows do not depend on each other: smaller tasks where there are too few for all threads.
     const auto tasks = [&] {
@@ -27,7 +27,7 @@ class Forward {
     while (panels > 1 && tasks() < 2 * NumThreads()) panels = (panels + 1) / 2;
     task_rows_ = panels * plan.width;
     const GemmKernel& gemm = plan.gemm;
-    k_stride_ = gemm.PanelStride(gemm.mr, plan.shape.d);
+    k_stride_ = gemm.PanelStride(gemm.mr, plan.shape.d + plan.shape.rope);
     v_stride_ = gemm.PanelStride(gemm.mr, plan.key_block);
     v_panels_ = CeilDiv(plan.shape.dv, gemm.mr);
     v_begin_ = plan.key_block / gemm.mr * k_stride_;
@@ -89,10 +89,10 @@ class Forward {
       const int64_t key = block * plan_.key_block;
       const int64_t n = std::min(plan_.key_block, s.k_len - key);
       C* packed = item.packed + block * block_size_;
-      const GemmOperand k = plan_.Along(plan_.in.k, s.batch, item.kv_head, s.k_begin, s.k_len);
-      const GemmOperand v = plan_.Across(plan_.in.v, s.batch, item.kv_head, s.k_begin, s.k_len, key + n - 1);
-      plan_.gemm.pack_a({&k, key, n, 0, plan_.shape.d, k_stride_, packed});
-      plan_.gemm.pack_a({&v, 0, plan_.shape.dv, key, n, v_stride_, packed + v_begin_});
+      plan_.PackAlong(true, {plan_.in.k, plan_.in.k_rope, s.batch, item.kv_head, s.k_begin, s.k_len}, key, n, k_stride_,
+                      packed);
+      plan_.PackAcross(true, {plan_.in.v, {}, s.batch, item.kv_head, s.k_begin, s.k_len}, key, n, v_stride_,
+                       packed + v_begin_);
       item.finite[block] = FinitePanels(plan_, packed + v_begin_, v_panels_, v_stride_, plan_.gemm.mr, n);
     });
     ForEach(wave, &Item::query_blocks, [&](const Item& item, int64_t task) {
@@ -121,7 +121,7 @@ class Forward {
     }
     const auto count = static_cast<int64_t>(panels.size());
     ScratchFrame frame;
-    const int64_t q_stride = gemm.PanelStride(gemm.nr, shape.d);
+    const int64_t q_stride = gemm.PanelStride(gemm.nr, shape.d + shape.rope);
     const int64_t acc_stride = shape.dv * width;
     C* q_packed = frame.Alloc<C>(count * q_stride);
     C* acc = frame.Alloc<C>(count * acc_stride);
@@ -138,8 +138,8 @@ class Forward {
       const C start = sink ? plan_.in.sink.ptr<C>()[p.head * plan_.in.sink.stride[0]] : C(kLowestScore);
       std::fill(max + i * width, max + (i + 1) * width, start);
       std::fill(sum + i * width, sum + (i + 1) * width, C(sink ? 1 : 0));
-      const GemmOperand q = plan_.Along(plan_.in.q, s.batch, p.head, s.q_begin, s.q_len);
-      gemm.pack_b({&q, p.row, p.rows, 0, shape.d, q_stride, q_packed + i * q_stride});
+      plan_.PackAlong(false, {plan_.in.q, plan_.in.q_rope, s.batch, p.head, s.q_begin, s.q_len}, p.row, p.rows,
+                      q_stride, q_packed + i * q_stride);
     }
     const int64_t last = row + rows - 1;
     const int64_t end = plan_.High(s, last);

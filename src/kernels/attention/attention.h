@@ -1,11 +1,12 @@
 // Softmax attention over views, forward and backward, without a matrix of scores.
 //
-//   s[i, j] = scale * (q[i] . k[j] + pse[i, j])        p = softmax of a row over the keys that it sees
+//   s[i, j] = scale * (q[i] . k[j] + q_rope[i] . k_rope[j] + pse[i, j])    p = softmax of a row over the keys it sees
 //   out[i]  = sum over j of drop(p[i, j]) v[j]         head h of q reads head h / (Nq / Nkv) of k and v
 //
 // q [B, Nq, Sq, D], k [B, Nkv, Skv, D], v [B, Nkv, Skv, Dv], out [B, Nq, Sq, Dv]: any strides, so that every layout is
-// a view. One dtype of fp32, bf16, fp16, fp64. A list of sequences says which queries meet which keys: the batch
-// entries of padded tensors, or ranges of one packed row of tokens.
+// a view. q_rope [B, Nq, Sq, Dr] and k_rope [B, Nkv, Skv, Dr], both or neither, are more columns of q and k that lie
+// elsewhere; what is said of D below counts them. One dtype of fp32, bf16, fp16, fp64. A list of sequences says which
+// queries meet which keys: the batch entries of padded tensors, or ranges of one packed row of tokens.
 //
 // A key is hidden from a query by its position (AttentionSequence) or by the mask. Hidden keys are skipped: NaN and
 // infinity in their k and v reach neither results nor gradients. A row that sees no key gives 0, and 0 as its gradient.
@@ -65,23 +66,31 @@ struct AttentionDropout {
 
 struct AttentionInputs {
   TensorView q, k, v;
+  TensorView q_rope, k_rope;  // rank 0: none
   double scale = 1;
   std::vector<AttentionSequence> sequences;  // together they cover all queries and keys, each once
   AttentionDropout dropout;
   AttentionMask mask;  // data null: none
-  TensorView pse;      // [B | 1, Nq | 1, Sq, Skv], stride 0 where it repeats; rank 0: none
-  TensorView sink;     // [Nq] fp32 (or q's dtype): one more score per head, without a value; rank 0: none
+  // [B | 1, Nq | 1, rows, Skv], stride 0 where it repeats; rank 0: none. Row r serves query pse_first + r of each
+  // sequence. Queries before pse_first, if any, read row 0 shifted: pse[0, j + pse_first - i], for a bias of i - j
+  // alone.
+  TensorView pse;
+  int64_t pse_first = 0;
+  TensorView sink;  // [Nq] fp32 (or q's dtype): one more score per head, without a value; rank 0: none
 };
 
 // Throws Error, `op` first, for shapes and dtypes that do not go together.
 void Attention(const char* op, const AttentionInputs& in, const TensorView& out, const TensorView& max,
                const TensorView& sum);
 
-// Gradients of out. dq, dk, dv are written whole. dpse: shape and dtype of in.pse, summed over
-// what repeats; null: not wanted. dsink: [Nq], fp32 (fp64); null: not wanted. out, max, sum may be those of a larger
-// attention of which these keys are a part.
+// dq, dk, dv are written whole, and with ropes dq_rope and dk_rope. dpse: shape and dtype of in.pse, summed over what
+// repeats; rank 0: not wanted. dsink: [Nq], fp32 (fp64); rank 0: not wanted.
+struct AttentionGrads {
+  TensorView dq, dk, dv, dq_rope, dk_rope, dpse, dsink;
+};
+
+// Gradients of out. out, max, sum may be those of a larger attention of which these keys are a part.
 void AttentionBackward(const char* op, const AttentionInputs& in, const TensorView& dy, const TensorView& out,
-                       const TensorView& max, const TensorView& sum, const TensorView& dq, const TensorView& dk,
-                       const TensorView& dv, const TensorView* dpse, const TensorView* dsink);
+                       const TensorView& max, const TensorView& sum, const AttentionGrads& grads);
 
 }  // namespace jumar

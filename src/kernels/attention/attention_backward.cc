@@ -1,19 +1,26 @@
-// Backward: a task is one key head of a sequence with all query heads that share it. Its key blocks come one after
-// another; for each, all panels of queries give their part to the block's dk and dv, and take their part of dq.
+// Backward. Queries that share a key head go in units of up to kUnitRows rows. A unit walks over the key blocks that
+// its queries see: in each, all its panels of queries give their part to the block's dk and dv, and take their part of
+// dq.
 //
-// dk and dv of a block are summed over units, a unit being up to kUnitRows queries of one head, and the sums of units
-// are added in order. Who computes a unit does not matter for the bits.
+// Units run side by side. dk and dv of a block are the sums over its units, each unit's part taken together first, and
+// units add theirs in order: one that comes too early waits for the one before it. Both start at the first key and walk
+// on at the same pace, so that waits are short. What a unit is depends on shapes alone, and with it every bit.
+#include <atomic>
 #include <cmath>
+#include <memory>
+#include <thread>
 
+#include "base/check.h"
 #include "base/parallel.h"
 #include "kernels/attention/attention_backward.h"
 
 namespace jumar {
 namespace {
 
-constexpr int64_t kUnitRows = 4096;
+constexpr int64_t kUnitRows = kBackwardUnitRows;
 constexpr int64_t kQueryRows = 64;   // queries whose probabilities are kept at a time
 constexpr int64_t kChunkPanels = 4;  // packed panels of keys that share a range of queries
+constexpr int64_t kWaveBytes = 64 << 20;
 
 template <typename C>
 class Backward {
@@ -21,62 +28,158 @@ class Backward {
   explicit Backward(const AttentionGradients& g)
       : g_(g), plan_(g.plan), gemm_(plan_.gemm), shape_(plan_.shape), width_(plan_.width) {
     query_rows_ = std::max(width_, kQueryRows / width_ * width_);
-    d_stride_ = gemm_.PanelStride(gemm_.nr, shape_.d);
+    d_stride_ = gemm_.PanelStride(gemm_.nr, shape_.d + shape_.rope);
     dv_stride_ = gemm_.PanelStride(gemm_.nr, shape_.dv);
     n_stride_ = gemm_.PanelStride(gemm_.nr, query_rows_);
-    k_stride_ = gemm_.PanelStride(gemm_.mr, shape_.d);
+    k_stride_ = gemm_.PanelStride(gemm_.mr, shape_.d + shape_.rope);
     v_stride_ = gemm_.PanelStride(gemm_.mr, shape_.dv);
     kt_stride_ = gemm_.PanelStride(gemm_.mr, plan_.key_block);
     p_stride_ = gemm_.PanelStride(gemm_.mr, query_rows_);
-    ld_k_ = CeilDiv(shape_.d, gemm_.nr) * gemm_.nr;
-    ld_v_ = CeilDiv(shape_.dv, gemm_.nr) * gemm_.nr;
+    ld_k_ = plan_.PaddedColumns(gemm_.nr);
+    ld_v_ = RoundUp(shape_.dv, gemm_.nr);
+    rope_row_ = RoundUp(shape_.d, gemm_.mr);
+    dq_rows_ = shape_.rope == 0 ? shape_.d : rope_row_ + shape_.rope;
     tile_ = plan_.key_block * width_;
   }
 
+  // Key heads go in waves whose dk and dv fit some megabytes.
   void Run() {
-    const auto sequences = static_cast<int64_t>(plan_.in.sequences.size());
-    ParallelChunks(sequences * shape_.kv_heads, [&](int64_t task) {
-      Task(plan_.in.sequences[static_cast<size_t>(task / shape_.kv_heads)], task % shape_.kv_heads);
-    });
+    std::vector<Item> wave;
+    int64_t bytes = 0;
+    for (const AttentionSequence& s : plan_.in.sequences) {
+      const std::vector<UnitShape> units = Units(s);
+      const int64_t size = units.size() < 2 ? 0 : s.k_len * (ld_k_ + ld_v_) * static_cast<int64_t>(sizeof(C));
+      for (int64_t h = 0; h < shape_.kv_heads; ++h) {
+        if (bytes + size > kWaveBytes && bytes > 0) {
+          Wave(wave);
+          wave.clear();
+          bytes = 0;
+        }
+        wave.push_back({&s, h, units, nullptr, nullptr, nullptr});
+        bytes += size;
+      }
+    }
+    Wave(wave);
   }
 
  private:
-  // q and dy of one head of a sequence: side by side in memory, since they are read once per key block.
-  struct Head {
-    TensorView q;
-    TensorView dy;
+  // Rows [row, row + rows) of `heads` heads of the group from `head` on, and the key blocks that they may see.
+  struct UnitShape {
+    int64_t head, heads, row, rows;
+    int64_t begin, end;
+    bool Touches(int64_t block) const { return begin <= block && block < end; }
   };
 
-  struct Unit {
+  // One key head of a sequence.
+  struct Item {
+    const AttentionSequence* s;
+    int64_t kv_head;
+    std::vector<UnitShape> units;
+    C* dk;  // sums so far, [k_len, ld]; null with one unit
+    C* dv;
+    std::unique_ptr<std::atomic<int64_t>[]> done;  // per key block: the last unit that has added its part
+  };
+
+  // The rows of one head in a unit. q and dy lie side by side in memory, since they are read once per key block.
+  struct HeadRows {
     int64_t head;
     int64_t row;
     int64_t rows;
-    int64_t panel;  // its first panel among those of the task
+    int64_t panel;  // its first panel among those of the unit
+    TensorView q, q_rope, dy;
   };
 
-  // Working memory of a task. Arrays per panel: max, inverse, delta [width], dq [d, width].
+  // Working memory of a unit. Arrays per panel: max, inverse, delta [width], dq [dq_rows, width].
   struct Memory {
     C *max, *inverse, *delta, *dq;
     C *k, *v, *kt;         // packed key block: along d, along dv, across
     C *q, *dy, *qn, *dyn;  // packed queries: along (scores), across (gradients of keys)
     C *p, *ds, *p_packed, *ds_packed, *keep;
-    C *dk, *dv, *unit_dk, *unit_dv;  // [key block, ld]
+    C *dk, *dv;  // the unit's part of a block, [key block, ld]
+    C* dpse;     // and of a row of pse that serves all queries, [heads, key block]
     void* work;
-    const Head* heads;
-    int64_t first_head;
   };
 
-  // [1, 1, q_len, columns] of one head; a copy where rows lie apart.
-  TensorView Dense(const TensorView& x, const AttentionSequence& s, int64_t head, ScratchFrame& frame) const {
+  std::vector<UnitShape> Units(const AttentionSequence& s) const {
+    std::vector<UnitShape> units;
+    const int64_t together = s.q_len == 0 ? shape_.group : std::max<int64_t>(1, kUnitRows / s.q_len);
+    for (int64_t h = 0; h < shape_.group; h += together) {
+      for (int64_t r = 0; r < s.q_len; r += kUnitRows) {
+        UnitShape u{h, std::min(together, shape_.group - h), r, std::min(kUnitRows, s.q_len - r), 0, 0};
+        const int64_t low = plan_.Low(s, r);
+        const int64_t high = plan_.High(s, r + u.rows - 1);
+        if (low < high) {
+          u.begin = low / plan_.key_block;
+          u.end = CeilDiv(high, plan_.key_block);
+        }
+        units.push_back(u);
+      }
+    }
+    return units;
+  }
+
+  void Wave(std::vector<Item>& wave) {
+    ScratchFrame frame;
+    std::vector<int64_t> first{0};
+    for (Item& item : wave) {
+      const auto count = static_cast<int64_t>(item.units.size());
+      first.push_back(first.back() + count);
+      if (count < 2) continue;
+      item.dk = frame.Alloc<C>(item.s->k_len * ld_k_);
+      item.dv = frame.Alloc<C>(item.s->k_len * ld_v_);
+      const auto blocks = static_cast<size_t>(CeilDiv(item.s->k_len, plan_.key_block));
+      item.done = std::make_unique<std::atomic<int64_t>[]>(blocks);
+      for (size_t b = 0; b < blocks; ++b) item.done[b] = -1;
+    }
+    ParallelChunks(static_cast<int64_t>(wave.size()), [&](int64_t i) { ClearUnseen(wave[static_cast<size_t>(i)]); });
+    failed_ = false;
+    ParallelChunks(first.back(), [&](int64_t task) {
+      const auto at = std::upper_bound(first.begin(), first.end(), task) - first.begin() - 1;
+      try {
+        RunUnit(wave[static_cast<size_t>(at)], task - first[static_cast<size_t>(at)]);
+      } catch (...) {
+        failed_ = true;  // nobody may wait for this unit
+        throw;
+      }
+    });
+  }
+
+  // Blocks that no unit sees.
+  void ClearUnseen(const Item& item) {
+    ScratchFrame frame;
+    C* zeros = nullptr;
+    for (int64_t key = 0; key < item.s->k_len; key += plan_.key_block) {
+      if (Other(item, -1, 1, key / plan_.key_block) >= 0) continue;
+      if (zeros == nullptr) {
+        zeros = frame.Alloc<C>(plan_.key_block * std::max(ld_k_, ld_v_));
+        std::fill(zeros, zeros + plan_.key_block * std::max(ld_k_, ld_v_), C(0));
+      }
+      StoreKeys(item, key, std::min(plan_.key_block, item.s->k_len - key), zeros, zeros);
+    }
+  }
+
+  // The next unit after `u` in direction `step` that touches the block; -1: none.
+  static int64_t Other(const Item& item, int64_t u, int64_t step, int64_t block) {
+    const auto count = static_cast<int64_t>(item.units.size());
+    for (u += step; u >= 0 && u < count; u += step) {
+      if (item.units[static_cast<size_t>(u)].Touches(block)) return u;
+    }
+    return -1;
+  }
+
+  // A view [1, 1, rows, columns] of rows of one head; a copy where rows lie apart.
+  TensorView Dense(const TensorView& x, int64_t batch, int64_t head, int64_t row, int64_t rows,
+                   ScratchFrame& frame) const {
     TensorView view = x;
+    if (x.rank == 0) return view;
     view.size[0] = view.size[1] = 1;
-    view.size[2] = s.q_len;
-    view.data = Element(x, s.batch, head, s.q_begin);
+    view.size[2] = rows;
+    view.data = Element(x, batch, head, row);
     const int64_t cols = x.size[3];
     const size_t bytes = SizeOf(x.dtype);
-    if (x.stride[3] != 1 || x.stride[2] == cols || s.q_len == 0) return view;
-    char* copy = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(s.q_len * cols) * bytes));
-    for (int64_t r = 0; r < s.q_len; ++r) {
+    if (x.stride[3] != 1 || x.stride[2] == cols || rows == 0) return view;
+    char* copy = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(rows * cols) * bytes));
+    for (int64_t r = 0; r < rows; ++r) {
       std::copy_n(At(view.data, r * x.stride[2], bytes), static_cast<size_t>(cols) * bytes, At(copy, r * cols, bytes));
     }
     view.data = copy;
@@ -84,47 +187,46 @@ class Backward {
     return view;
   }
 
-  void Task(const AttentionSequence& s, int64_t kv_head) {
-    std::vector<Unit> units;
-    int64_t panels = 0;
-    for (int64_t h = kv_head * shape_.group; h < (kv_head + 1) * shape_.group; ++h) {
-      for (int64_t r = 0; r < s.q_len; r += kUnitRows) {
-        units.push_back({h, r, std::min(kUnitRows, s.q_len - r), panels});
-        panels += CeilDiv(units.back().rows, width_);
-      }
-    }
+  void RunUnit(const Item& item, int64_t unit) {
+    const AttentionSequence& s = *item.s;
+    const UnitShape& u = item.units[static_cast<size_t>(unit)];
     ScratchFrame frame;
-    std::vector<Head> heads;
-    for (int64_t h = kv_head * shape_.group; h < (kv_head + 1) * shape_.group; ++h) {
-      heads.push_back({Dense(plan_.in.q, s, h, frame), Dense(g_.dy, s, h, frame)});
+    std::vector<HeadRows> heads;
+    int64_t panels = 0;
+    for (int64_t i = 0; i < u.heads; ++i, panels += CeilDiv(u.rows, width_)) {
+      const int64_t h = item.kv_head * shape_.group + u.head + i;
+      const int64_t row = s.q_begin + u.row;
+      heads.push_back({h, u.row, u.rows, panels, Dense(plan_.in.q, s.batch, h, row, u.rows, frame),
+                       Dense(plan_.in.q_rope, s.batch, h, row, u.rows, frame),
+                       Dense(g_.dy, s.batch, h, row, u.rows, frame)});
     }
-    Memory m = Allocate(frame, panels);
-    m.heads = heads.data();
-    m.first_head = kv_head * shape_.group;
-    std::fill(m.dq, m.dq + panels * shape_.d * width_, C(0));
-    for (const Unit& u : units) Rows(s, u, m);
-    for (int64_t key = 0; key < s.k_len; key += plan_.key_block) {
-      Keys(s, kv_head, units, key, std::min(plan_.key_block, s.k_len - key), m);
-    }
+    const Memory m = Allocate(frame, u.heads, panels);
+    std::fill(m.dq, m.dq + panels * dq_rows_ * width_, C(0));
+    for (const HeadRows& h : heads) Rows(s, h, m);
+    for (int64_t block = u.begin; block < u.end; ++block) Keys(item, unit, heads, block, m);
     std::vector<C> scale(static_cast<size_t>(width_), static_cast<C>(plan_.in.scale));
-    for (const Unit& u : units) {
-      for (int64_t r = 0; r < u.rows; r += width_) {
-        C* dq = m.dq + (u.panel + r / width_) * shape_.d * width_;
-        plan_.panel.scale_lanes(dq, shape_.d, scale.data());
-        plan_.StoreLanes(dq, std::min(width_, u.rows - r), g_.dq, s.batch, u.head, s.q_begin + u.row + r);
+    for (const HeadRows& h : heads) {
+      for (int64_t r = 0; r < h.rows; r += width_) {
+        C* dq = m.dq + (h.panel + r / width_) * dq_rows_ * width_;
+        const int64_t rows = std::min(width_, h.rows - r);
+        const int64_t row = s.q_begin + h.row + r;
+        plan_.panel.scale_lanes(dq, dq_rows_, scale.data());
+        plan_.StoreLanes(dq, rows, g_.grads.dq, s.batch, h.head, row);
+        if (shape_.rope == 0) continue;
+        plan_.StoreLanes(dq + rope_row_ * width_, rows, g_.grads.dq_rope, s.batch, h.head, row);
       }
     }
   }
 
-  Memory Allocate(ScratchFrame& frame, int64_t panels) {
+  Memory Allocate(ScratchFrame& frame, int64_t heads, int64_t panels) {
     const int64_t q_panels = query_rows_ / width_;
     const int64_t key_panels = plan_.key_block / gemm_.mr;
     Memory m;
     for (C** x : {&m.max, &m.inverse, &m.delta}) *x = frame.Alloc<C>(panels * width_);
-    m.dq = frame.Alloc<C>(panels * shape_.d * width_);
+    m.dq = frame.Alloc<C>(panels * dq_rows_ * width_);
     m.k = frame.Alloc<C>(key_panels * k_stride_);
     m.v = frame.Alloc<C>(key_panels * v_stride_);
-    m.kt = frame.Alloc<C>(CeilDiv(shape_.d, gemm_.mr) * kt_stride_);
+    m.kt = frame.Alloc<C>(plan_.PaddedColumns(gemm_.mr) / gemm_.mr * kt_stride_);
     m.q = frame.Alloc<C>(q_panels * d_stride_);
     m.dy = frame.Alloc<C>(q_panels * dv_stride_);
     m.qn = frame.Alloc<C>(ld_k_ / gemm_.nr * n_stride_);
@@ -132,40 +234,42 @@ class Backward {
     for (C** x : {&m.p, &m.ds}) *x = frame.Alloc<C>(q_panels * tile_);
     for (C** x : {&m.p_packed, &m.ds_packed}) *x = frame.Alloc<C>(key_panels * p_stride_);
     m.keep = plan_.drops() ? frame.Alloc<C>(tile_) : nullptr;
-    for (C** x : {&m.dk, &m.unit_dk}) *x = frame.Alloc<C>(plan_.key_block * ld_k_);
-    for (C** x : {&m.dv, &m.unit_dv}) *x = frame.Alloc<C>(plan_.key_block * ld_v_);
+    m.dk = frame.Alloc<C>(plan_.key_block * ld_k_);
+    m.dv = frame.Alloc<C>(plan_.key_block * ld_v_);
+    m.dpse = SharesPse() ? frame.Alloc<C>(heads * plan_.key_block) : nullptr;
     m.work = frame.AllocBytes(static_cast<size_t>(plan_.ScoreWorkBytes()) + static_cast<size_t>(tile_) * sizeof(C));
     return m;
   }
 
-  // Statistics of a unit's rows, lane by lane.
-  void Rows(const AttentionSequence& s, const Unit& u, const Memory& m) {
-    for (int64_t r = 0; r < CeilDiv(u.rows, width_) * width_; ++r) {
-      const int64_t row = s.q_begin + u.row + std::min(r, u.rows - 1);
-      const int64_t at = u.panel * width_ + r;
-      const C sum = *reinterpret_cast<const C*>(Element(g_.sum, s.batch, u.head, row));
-      m.max[at] = *reinterpret_cast<const C*>(Element(g_.max, s.batch, u.head, row));
+  bool SharesPse() const { return g_.dpse != nullptr && g_.dpse->stride[2] == 0; }
+
+  // Statistics of the rows of a head, lane by lane.
+  void Rows(const AttentionSequence& s, const HeadRows& h, const Memory& m) {
+    for (int64_t r = 0; r < CeilDiv(h.rows, width_) * width_; ++r) {
+      const int64_t row = s.q_begin + h.row + std::min(r, h.rows - 1);
+      const int64_t at = h.panel * width_ + r;
+      const C sum = *reinterpret_cast<const C*>(Element(g_.sum, s.batch, h.head, row));
+      m.max[at] = *reinterpret_cast<const C*>(Element(g_.max, s.batch, h.head, row));
       m.inverse[at] = sum == 0 ? C(0) : C(1) / sum;
-      m.delta[at] = g_.delta.template ptr<C>()[s.batch * g_.delta.stride[0] + u.head * g_.delta.stride[1] + row];
+      m.delta[at] = g_.delta.template ptr<C>()[s.batch * g_.delta.stride[0] + h.head * g_.delta.stride[1] + row];
     }
   }
 
   // One key block.
-  void Keys(const AttentionSequence& s, int64_t kv_head, const std::vector<Unit>& units, int64_t key, int64_t n,
-            const Memory& m) {
-    std::fill(m.dk, m.dk + n * ld_k_, C(0));
-    std::fill(m.dv, m.dv + n * ld_v_, C(0));
+  void Keys(const Item& item, int64_t unit, const std::vector<HeadRows>& heads, int64_t block, const Memory& m) {
+    const AttentionSequence& s = *item.s;
+    const int64_t key = block * plan_.key_block;
+    const int64_t n = std::min(plan_.key_block, s.k_len - key);
     bool packed = false;
     bool finite = true;
-    for (const Unit& u : units) {
-      bool first = true;
-      for (int64_t r = 0; r < u.rows; r += query_rows_) {
-        const int64_t rows = std::min(query_rows_, u.rows - r);
+    for (const HeadRows& h : heads) {
+      for (int64_t r = 0; r < h.rows; r += query_rows_) {
+        const int64_t rows = std::min(query_rows_, h.rows - r);
         PanelKeys keys[kQueryRows];
         PanelKeys all{n, 0};
         bool masked = false;
         for (int64_t t = 0; t * width_ < rows; ++t) {
-          keys[t] = plan_.Keys(s, u.head, u.row + r + t * width_, std::min(width_, rows - t * width_), key, n);
+          keys[t] = plan_.Keys(s, h.head, h.row + r + t * width_, std::min(width_, rows - t * width_), key, n);
           if (!keys[t].any()) {
             keys[t] = {};
             masked = true;
@@ -177,70 +281,115 @@ class Backward {
         }
         if (!all.any()) continue;
         if (!packed) {
-          finite = PackKeys(s, kv_head, key, n, m);
+          finite = PackKeys(item, key, n, m);
+          std::fill(m.dk, m.dk + n * ld_k_, C(0));
+          std::fill(m.dv, m.dv + n * ld_v_, C(0));
+          if (m.dpse != nullptr) {
+            std::fill(m.dpse, m.dpse + static_cast<int64_t>(heads.size()) * plan_.key_block, C(0));
+          }
           packed = true;
         }
-        if (first) {
-          std::fill(m.unit_dk, m.unit_dk + n * ld_k_, C(0));
-          std::fill(m.unit_dv, m.unit_dv + n * ld_v_, C(0));
-          first = false;
-        }
-        Queries(s, {u.head, u.row + r, rows, u.panel + r / width_}, key, all, keys, masked, masked && !finite, m);
+        C* dpse = m.dpse == nullptr ? nullptr : m.dpse + (&h - heads.data()) * plan_.key_block;
+        Queries(s, {h, r, rows, dpse}, key, all, keys, masked, masked && !finite, m);
       }
-      if (first) continue;
-      for (int64_t i = 0; i < n * ld_k_; ++i) m.dk[i] += m.unit_dk[i];
-      for (int64_t i = 0; i < n * ld_v_; ++i) m.dv[i] += m.unit_dv[i];
     }
-    const C scale = static_cast<C>(plan_.in.scale);
-    for (int64_t i = 0; i < n * ld_k_; ++i) m.dk[i] *= scale;
-    StoreKeys(m.dk, ld_k_, n, shape_.d, g_.dk, s.batch, kv_head, s.k_begin + key);
-    StoreKeys(m.dv, ld_v_, n, shape_.dv, g_.dv, s.batch, kv_head, s.k_begin + key);
+    Add(item, unit, heads, block, n, packed, m);
   }
 
-  void StoreKeys(const C* acc, int64_t ld, int64_t n, int64_t cols, const TensorView& out, int64_t batch, int64_t head,
-                 int64_t row) {
-    GemmStore store{};
-    store.acc = acc;
-    store.ld_acc = ld;
-    store.m = n;
-    store.n = cols;
-    store.out = Element(out, batch, head, row);
-    store.dtype = out.dtype;
-    store.row_stride = out.stride[2];
-    store.col_stride = out.stride[3];
-    gemm_.store(store);
+  // Adds the unit's part of a block (`any`: it has one) in its turn; the last unit stores the sums.
+  void Add(const Item& item, int64_t unit, const std::vector<HeadRows>& heads, int64_t block, int64_t n, bool any,
+           const Memory& m) {
+    const int64_t key = block * plan_.key_block;
+    C* dk = m.dk;
+    C* dv = m.dv;
+    const int64_t before = Other(item, unit, -1, block);
+    const bool alone = before < 0 && Other(item, unit, 1, block) < 0;
+    if (!alone) {
+      for (int tries = 0; item.done[static_cast<size_t>(block)].load(std::memory_order_acquire) != before; ++tries) {
+        if (failed_) return;
+        if (tries > 100) std::this_thread::yield();
+      }
+      dk = item.dk + key * ld_k_;
+      dv = item.dv + key * ld_v_;
+    }
+    if (before < 0 && !any) {
+      std::fill(dk, dk + n * ld_k_, C(0));
+      std::fill(dv, dv + n * ld_v_, C(0));
+    } else if (before < 0 && !alone) {
+      std::copy(m.dk, m.dk + n * ld_k_, dk);
+      std::copy(m.dv, m.dv + n * ld_v_, dv);
+    } else if (before >= 0 && any) {
+      for (int64_t i = 0; i < n * ld_k_; ++i) dk[i] += m.dk[i];
+      for (int64_t i = 0; i < n * ld_v_; ++i) dv[i] += m.dv[i];
+    }
+    if (m.dpse != nullptr && any) {
+      const TensorView& x = *g_.dpse;
+      for (size_t h = 0; h < heads.size(); ++h) {
+        C* row = reinterpret_cast<C*>(Element(x, item.s->index, heads[h].head, 0)) + key;
+        for (int64_t k = 0; k < n; ++k) row[k] += m.dpse[static_cast<int64_t>(h) * plan_.key_block + k];
+      }
+    }
+    if (Other(item, unit, 1, block) < 0) {
+      const C scale = static_cast<C>(plan_.in.scale);
+      for (int64_t i = 0; i < n * ld_k_; ++i) dk[i] *= scale;
+      StoreKeys(item, key, n, dk, dv);
+    }
+    if (!alone) item.done[static_cast<size_t>(block)].store(unit, std::memory_order_release);
+  }
+
+  void StoreKeys(const Item& item, int64_t key, int64_t n, const C* dk, const C* dv) {
+    const int64_t row = item.s->k_begin + key;
+    const auto store = [&](const C* acc, int64_t ld, const TensorView& out) {
+      GemmStore to{};
+      to.acc = acc;
+      to.ld_acc = ld;
+      to.m = n;
+      to.n = out.size[3];
+      to.out = Element(out, item.s->batch, item.kv_head, row);
+      to.dtype = out.dtype;
+      to.row_stride = out.stride[2];
+      to.col_stride = out.stride[3];
+      gemm_.store(to);
+    };
+    store(dk, ld_k_, g_.grads.dk);
+    store(dv, ld_v_, g_.grads.dv);
+    if (shape_.rope != 0) store(dk + RoundUp(shape_.d, gemm_.nr), ld_k_, g_.grads.dk_rope);
   }
 
   // False if k of the block holds NaN or infinity.
-  bool PackKeys(const AttentionSequence& s, int64_t kv_head, int64_t key, int64_t n, const Memory& m) {
-    const GemmOperand k = plan_.Along(plan_.in.k, s.batch, kv_head, s.k_begin, s.k_len);
-    const GemmOperand v = plan_.Along(plan_.in.v, s.batch, kv_head, s.k_begin, s.k_len);
-    const GemmOperand kt = plan_.Across(plan_.in.k, s.batch, kv_head, s.k_begin, s.k_len, key + n - 1);
-    gemm_.pack_a({&k, key, n, 0, shape_.d, k_stride_, m.k});
-    gemm_.pack_a({&v, key, n, 0, shape_.dv, v_stride_, m.v});
-    gemm_.pack_a({&kt, 0, shape_.d, key, n, kt_stride_, m.kt});
-    return FinitePanels(plan_, m.kt, CeilDiv(shape_.d, gemm_.mr), kt_stride_, gemm_.mr, n);
+  bool PackKeys(const Item& item, int64_t key, int64_t n, const Memory& m) {
+    const AttentionSequence& s = *item.s;
+    const AttentionPlan::Rows k{plan_.in.k, plan_.in.k_rope, s.batch, item.kv_head, s.k_begin, s.k_len};
+    plan_.PackAlong(true, k, key, n, k_stride_, m.k);
+    plan_.PackAlong(true, {plan_.in.v, {}, s.batch, item.kv_head, s.k_begin, s.k_len}, key, n, v_stride_, m.v);
+    plan_.PackAcross(true, k, key, n, kt_stride_, m.kt);
+    return FinitePanels(plan_, m.kt, plan_.PaddedColumns(gemm_.mr) / gemm_.mr, kt_stride_, gemm_.mr, n);
   }
 
+  // Queries [row, row + rows) of those of a head in the unit. dpse: the head's row of Memory::dpse.
+  struct Block {
+    const HeadRows& head;
+    int64_t row;
+    int64_t rows;
+    C* dpse;
+  };
+
   // One block of queries with one block of keys.
-  void Queries(const AttentionSequence& s, const Unit& u, int64_t key, const PanelKeys& all, const PanelKeys* keys,
+  void Queries(const AttentionSequence& s, const Block& b, int64_t key, const PanelKeys& all, const PanelKeys* keys,
                bool masked, bool skip, const Memory& m) {
-    const int64_t panels = CeilDiv(u.rows, width_);
-    const int64_t last = u.row + u.rows - 1;
-    const Head& head = m.heads[u.head - m.first_head];
-    const GemmOperand q = plan_.Along(head.q, 0, 0, 0, s.q_len);
-    const GemmOperand dy = plan_.Along(head.dy, 0, 0, 0, s.q_len);
-    const GemmOperand qn = plan_.Across(head.q, 0, 0, 0, s.q_len, last);
-    const GemmOperand dyn = plan_.Across(head.dy, 0, 0, 0, s.q_len, last);
-    gemm_.pack_b({&q, u.row, u.rows, 0, shape_.d, d_stride_, m.q});
-    gemm_.pack_b({&dy, u.row, u.rows, 0, shape_.dv, dv_stride_, m.dy});
-    gemm_.pack_b({&qn, 0, shape_.d, u.row, u.rows, n_stride_, m.qn});
-    gemm_.pack_b({&dyn, 0, shape_.dv, u.row, u.rows, n_stride_, m.dyn});
+    const int64_t panels = CeilDiv(b.rows, width_);
+    const HeadRows& h = b.head;
+    const AttentionPlan::Rows q{h.q, h.q_rope, 0, 0, 0, h.rows};
+    const AttentionPlan::Rows dy{h.dy, kNone, 0, 0, 0, h.rows};
+    plan_.PackAlong(false, q, b.row, b.rows, d_stride_, m.q);
+    plan_.PackAlong(false, dy, b.row, b.rows, dv_stride_, m.dy);
+    plan_.PackAcross(false, q, b.row, b.rows, n_stride_, m.qn);
+    plan_.PackAcross(false, dy, b.row, b.rows, n_stride_, m.dyn);
     for (int64_t t = 0; t < panels; ++t) {
-      const int64_t rows = std::min(width_, u.rows - t * width_);
+      const int64_t rows = std::min(width_, b.rows - t * width_);
       C* p = m.p + t * tile_;
       C* ds = m.ds + t * tile_;
-      if (keys[t].any()) Panel(s, {u.head, u.row + t * width_, rows, u.panel + t}, t, key, keys[t], skip, m);
+      if (keys[t].any()) Panel(s, {h, b.row + t * width_, rows, b.dpse}, t, key, keys[t], skip, m);
       for (C* x : {p, ds}) {
         std::fill(x, x + keys[t].begin * width_, C(0));
         std::fill(x + keys[t].end * width_, x + all.end * width_, C(0));
@@ -250,8 +399,8 @@ class Backward {
       gemm_.pack_a({&pt, 0, all.end, 0, rows, p_stride_, m.p_packed + t * width_ * gemm_.mr});
       gemm_.pack_a({&dst, 0, all.end, 0, rows, p_stride_, m.ds_packed + t * width_ * gemm_.mr});
     }
-    const bool finite_q = !masked || FinitePanels(plan_, m.qn, ld_k_ / gemm_.nr, n_stride_, gemm_.nr, u.rows);
-    const bool finite_dy = !masked || FinitePanels(plan_, m.dyn, ld_v_ / gemm_.nr, n_stride_, gemm_.nr, u.rows);
+    const bool finite_q = !masked || FinitePanels(plan_, m.qn, ld_k_ / gemm_.nr, n_stride_, gemm_.nr, b.rows);
+    const bool finite_dy = !masked || FinitePanels(plan_, m.dyn, ld_v_ / gemm_.nr, n_stride_, gemm_.nr, b.rows);
     const int64_t chunk = kChunkPanels * gemm_.mr;
     for (int64_t c = all.begin / chunk * chunk; c < all.end; c += chunk) {
       const int64_t end = std::min(c + chunk, all.end);
@@ -265,7 +414,7 @@ class Backward {
       if (t0 >= t1) continue;
       GemmBlock block;
       block.m = end - c;
-      block.kc = std::min(t1 * width_, u.rows) - t0 * width_;
+      block.kc = std::min(t1 * width_, b.rows) - t0 * width_;
       block.a_panel = p_stride_;
       block.b_panel = n_stride_;
       block.accumulate = true;
@@ -278,20 +427,22 @@ class Backward {
         block.ldc = n;
         finite ? gemm_.multiply_near(block) : MultiplySkippingZeros(gemm_, block, true);
       };
-      product(m.p_packed, m.dyn, m.unit_dv, ld_v_, finite_dy);
-      product(m.ds_packed, m.qn, m.unit_dk, ld_k_, finite_q);
+      product(m.p_packed, m.dyn, m.dv, ld_v_, finite_dy);
+      product(m.ds_packed, m.qn, m.dk, ld_k_, finite_q);
     }
   }
 
   // p and ds of one panel, and its part of dq.
-  void Panel(const AttentionSequence& s, const Unit& u, int64_t t, int64_t key, const PanelKeys& keys, bool skip,
+  void Panel(const AttentionSequence& s, const Block& b, int64_t t, int64_t key, const PanelKeys& keys, bool skip,
              const Memory& m) {
     C* p = m.p + t * tile_;
     C* ds = m.ds + t * tile_;
+    const int64_t panel = b.head.panel + b.row / width_;
+    const int64_t row = b.head.row + b.row;
     const int64_t from = keys.begin * width_;
     const int64_t n = keys.end - keys.begin;
     const bool scaled =
-        plan_.Scores(s, u.head, u.row, u.rows, key, keys, m.k, k_stride_, m.q + t * d_stride_, p, m.work);
+        plan_.Scores(s, b.head.head, row, b.rows, key, keys, m.k, k_stride_, m.q + t * d_stride_, p, m.work);
     GemmBlock block;
     block.m = n;
     block.n = width_;
@@ -304,37 +455,45 @@ class Backward {
     block.ldc = width_;
     block.accumulate = false;
     gemm_.multiply_near(block);
-    if (m.keep != nullptr) plan_.Keep(s, u.head, u.row, u.rows, key + keys.begin, n, m.keep);
+    if (m.keep != nullptr) plan_.Keep(s, b.head.head, row, b.rows, key + keys.begin, n, m.keep);
     PanelGradient g{};
     g.scores = p + from;
     g.dp = ds + from;
     g.n = n;
     g.scale = scaled ? 1.0 : plan_.in.scale;
-    g.max = m.max + u.panel * width_;
-    g.inverse_sum = m.inverse + u.panel * width_;
-    g.delta = m.delta + u.panel * width_;
+    g.max = m.max + panel * width_;
+    g.inverse_sum = m.inverse + panel * width_;
+    g.delta = m.delta + panel * width_;
     g.keep = m.keep;
     g.masked = keys.by_mask || keys.by_position;
     plan_.panel.gradient(g);
-    if (g_.dpse != nullptr) AddPse(s, u, key + keys.begin, n, ds + from);
-    block.m = shape_.d;
+    if (g_.dpse != nullptr) AddPse(s, b, key, keys.begin, n, ds + from);
+    block.m = dq_rows_;
     block.kc = n;
     block.a = m.kt + keys.begin * gemm_.mr;
     block.a_panel = kt_stride_;
     block.b = ds + from;
-    block.c = m.dq + u.panel * shape_.d * width_;
+    block.c = m.dq + panel * dq_rows_ * width_;
     block.accumulate = true;
     skip&& g.masked ? MultiplySkippingZeros(gemm_, block, false) : gemm_.multiply_near(block);
   }
 
-  // dpse += scale * ds. Its elements belong to this task alone; rows that share one go in order.
-  void AddPse(const AttentionSequence& s, const Unit& u, int64_t key, int64_t n, const C* ds) {
-    const TensorView& x = *g_.dpse;
+  // dpse += scale * ds. Rows that do not serve all queries belong to this unit alone.
+  void AddPse(const AttentionSequence& s, const Block& b, int64_t key, int64_t begin, int64_t n, const C* ds) {
     const C scale = static_cast<C>(plan_.in.scale);
-    for (int64_t r = 0; r < u.rows; ++r) {
-      C* row =
-          x.ptr<C>() + s.index * x.stride[0] + u.head * x.stride[1] + (u.row + r) * x.stride[2] + key * x.stride[3];
-      for (int64_t k = 0; k < n; ++k) row[k * x.stride[3]] += scale * ds[k * width_ + r];
+    const int64_t first = plan_.in.pse_first;
+    for (int64_t r = 0; r < b.rows; ++r) {
+      const int64_t i = b.head.row + b.row + r;
+      C* row = b.dpse;
+      int64_t count = n;
+      if (row == nullptr) {
+        const bool early = i < first;
+        const int64_t at = early ? plan_.in.pse.size[2] + i / kUnitRows : i - first;
+        const int64_t column = key + (early ? first - i : 0);
+        row = reinterpret_cast<C*>(Element(*g_.dpse, s.index, b.head.head, at)) + column;
+        count = std::min(n, g_.dpse->size[3] - column - begin);  // keys beyond are hidden
+      }
+      for (int64_t k = 0; k < count; ++k) row[begin + k] += scale * ds[k * width_ + r];
     }
   }
 
@@ -346,6 +505,9 @@ class Backward {
   int64_t query_rows_;
   int64_t d_stride_, dv_stride_, n_stride_, k_stride_, v_stride_, kt_stride_, p_stride_;
   int64_t ld_k_, ld_v_, tile_;
+  int64_t rope_row_, dq_rows_;  // rows of dq^T in a panel: those of q_rope begin a panel of keys across
+  std::atomic<bool> failed_{false};
+  static constexpr TensorView kNone{};
 };
 
 }  // namespace

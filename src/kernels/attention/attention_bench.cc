@@ -67,7 +67,7 @@ void Forward(benchmark::State& state) {
 void Backward(benchmark::State& state) {
   Setup x(state);
   for (auto _ : state) {
-    AttentionBackward("bench", x.in, x.dy, x.out, x.max, x.sum, x.dq, x.dk, x.dv, nullptr, nullptr);
+    AttentionBackward("bench", x.in, x.dy, x.out, x.max, x.sum, {x.dq, x.dk, x.dv, {}, {}, {}, {}});
   }
   x.Report(state, 5);
 }

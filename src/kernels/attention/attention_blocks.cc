@@ -38,6 +38,16 @@ AttentionShape CheckAttention(const char* op, const AttentionInputs& in, const T
   s.kv_heads = in.k.size[1];
   s.d = q.size[3];
   s.dv = in.v.size[3];
+  JUMAR_CHECK(op, (in.q_rope.rank == 0) == (in.k_rope.rank == 0), "query_rope and key_rope go together");
+  if (in.q_rope.rank != 0) {
+    s.rope = in.q_rope.size[3];
+    CheckShape(op, "query_rope", in.q_rope, {q.size[0], s.heads, q.size[2], s.rope});
+    CheckShape(op, "key_rope", in.k_rope, {q.size[0], s.kv_heads, in.k.size[2], s.rope});
+    for (const TensorView* x : {&in.q_rope, &in.k_rope}) {
+      JUMAR_CHECK(op, x->dtype == q.dtype, "query_rope and key_rope must have query's dtype ", Name(q.dtype), ", got ",
+                  Name(x->dtype));
+    }
+  }
   JUMAR_CHECK(op, s.kv_heads > 0 ? s.heads % s.kv_heads == 0 : s.heads == 0,
               "the number of query heads must be a multiple of that of key heads, got ", s.heads, " and ", s.kv_heads);
   s.group = s.kv_heads > 0 ? s.heads / s.kv_heads : 1;
@@ -130,15 +140,39 @@ PanelKeys AttentionPlan::Keys(const AttentionSequence& s, int64_t head, int64_t 
   return ByMask(s, head, row, rows, key, keys);
 }
 
-GemmOperand AttentionPlan::Along(const TensorView& x, int64_t batch, int64_t head, int64_t begin,
-                                 int64_t length) const {
-  return {Element(x, batch, head, begin), x.dtype, length, x.size[3], x.stride[2], x.stride[3]};
+GemmOperand AttentionPlan::Along(const Rows& from, const TensorView& x) const {
+  return {Element(x, from.batch, from.head, from.begin), x.dtype, from.length, x.size[3], x.stride[2], x.stride[3]};
 }
 
-GemmOperand AttentionPlan::Across(const TensorView& x, int64_t batch, int64_t head, int64_t begin, int64_t length,
-                                  int64_t last) const {
-  const bool more = x.stride[3] == 1 && last + 1 < length && x.stride[2] >= gemm.nr;
-  return {Element(x, batch, head, begin), x.dtype, x.size[3] + (more ? gemm.nr : 0), length, x.stride[3], x.stride[2]};
+// `last`: the last row that is read. Where rows follow it, packers may read on past its end, in whole vectors.
+GemmOperand AttentionPlan::Across(const Rows& from, const TensorView& x, int64_t last) const {
+  const bool more = x.stride[3] == 1 && last + 1 < from.length && x.stride[2] >= gemm.nr;
+  return {Element(x, from.batch, from.head, from.begin),
+          x.dtype,
+          x.size[3] + (more ? gemm.nr : 0),
+          from.length,
+          x.stride[3],
+          x.stride[2]};
+}
+
+void AttentionPlan::PackAlong(bool a, const Rows& from, int64_t row, int64_t rows, int64_t stride, void* out) const {
+  const auto pack = a ? gemm.pack_a : gemm.pack_b;
+  const GemmOperand x = Along(from, from.x);
+  pack({&x, row, rows, 0, from.x.size[3], stride, out});
+  if (from.rope.rank == 0) return;
+  const GemmOperand rope = Along(from, from.rope);
+  const int64_t panel_width = a ? gemm.mr : gemm.nr;
+  pack({&rope, row, rows, 0, from.rope.size[3], stride, At(out, from.x.size[3] * panel_width, ComputeBytes())});
+}
+
+void AttentionPlan::PackAcross(bool a, const Rows& from, int64_t row, int64_t rows, int64_t stride, void* out) const {
+  const auto pack = a ? gemm.pack_a : gemm.pack_b;
+  const GemmOperand x = Across(from, from.x, row + rows - 1);
+  pack({&x, 0, from.x.size[3], row, rows, stride, out});
+  if (from.rope.rank == 0) return;
+  const GemmOperand rope = Across(from, from.rope, row + rows - 1);
+  const int64_t panels = CeilDiv(from.x.size[3], a ? gemm.mr : gemm.nr);
+  pack({&rope, 0, from.rope.size[3], row, rows, stride, At(out, panels * stride, ComputeBytes())});
 }
 
 int64_t AttentionPlan::ScoreWorkBytes() const {
@@ -154,7 +188,7 @@ bool AttentionPlan::Scores(const AttentionSequence& s, int64_t head, int64_t row
   GemmBlock block;
   block.m = n;
   block.n = width;
-  block.kc = shape.d;
+  block.kc = shape.d + shape.rope;
   block.a = At(k_packed, keys.begin / gemm.mr * k_stride, bytes);
   block.a_panel = k_stride;
   block.b = q_packed;
@@ -195,18 +229,7 @@ bool AttentionPlan::Scores(const AttentionSequence& s, int64_t head, int64_t row
   p.kc = n;
   p.panel = tile;
   if (in.pse.rank != 0) {
-    const int64_t b = in.pse.size[0] == 1 ? 0 : s.index;
-    const int64_t h = in.pse.size[1] == 1 ? 0 : head;
-    const TensorView& x = in.pse;
-    const GemmOperand operand{At(Element(x, b, h, row), (key + keys.begin) * x.stride[3], SizeOf(x.dtype)),
-                              x.dtype,
-                              rows,
-                              n,
-                              x.stride[2],
-                              x.stride[3]};
-    p.operand = &operand;
-    p.out = work;
-    gemm.pack_b(p);
+    PackPse(s, head, row, rows, key + keys.begin, n, tile, At(work, 2 * tile + 2 * width, bytes), work);
     m.pse = work;
   }
   if (keys.by_mask) {
@@ -237,6 +260,31 @@ bool AttentionPlan::Scores(const AttentionSequence& s, int64_t head, int64_t row
   }
   panel.mask(m);
   return true;
+}
+
+void AttentionPlan::PackPse(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n,
+                            int64_t stride, void* numbers, void* out) const {
+  const TensorView& x = in.pse;
+  const size_t bytes = SizeOf(x.dtype);
+  const int64_t b = x.size[0] == 1 ? 0 : s.index;
+  const int64_t h = x.size[1] == 1 ? 0 : head;
+  const auto pack = [&](const GemmOperand& operand) { gemm.pack_b({&operand, 0, rows, 0, n, stride, out}); };
+  if (row >= in.pse_first) {
+    const char* from = At(Element(x, b, h, row - in.pse_first), key * x.stride[3], bytes);
+    pack({from, x.dtype, rows, n, x.stride[2], x.stride[3]});
+    return;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t shift = std::max<int64_t>(0, in.pse_first - row - r);
+    const char* from = Element(x, b, h, std::max<int64_t>(0, row + r - in.pse_first));
+    char* to = At(numbers, r * n, bytes);
+    for (int64_t j = 0; j < n; ++j) {
+      // What lies past the end belongs to hidden keys.
+      const int64_t column = std::min(key + j + shift, x.size[3] - 1);
+      std::copy_n(At(from, column * x.stride[3], bytes), bytes, At(to, j, bytes));
+    }
+  }
+  pack({numbers, x.dtype, rows, n, n, 1});
 }
 
 void AttentionPlan::StoreLanes(const void* acc, int64_t rows, const TensorView& out, int64_t batch, int64_t head,

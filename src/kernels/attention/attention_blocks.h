@@ -20,7 +20,8 @@ struct AttentionShape {
   int64_t heads = 0;
   int64_t kv_heads = 0;
   int64_t group = 0;  // heads of q per head of k
-  int64_t d = 0;
+  int64_t d = 0;      // columns of q and k
+  int64_t rope = 0;   // and of their ropes
   int64_t dv = 0;
 };
 
@@ -53,17 +54,24 @@ class AttentionPlan {
   int64_t High(const AttentionSequence& s, int64_t i) const {
     return std::clamp<int64_t>(std::max(i + s.high + 1, s.prefix), 0, s.k_len);
   }
-  // For queries [row, row + rows) of a head and keys [key, key + n) of a sequence. With `any_head` the mask is not
-  // looked at.
+  // For queries [row, row + rows) of a head and keys [key, key + n) of a sequence.
   PanelKeys Keys(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n) const;
   PanelKeys KeysByPosition(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key, int64_t n) const;
 
-  // Rows of one head of a sequence as operands: `along` of q, k, v, dy: index = row, k = column; `across`: the other
-  // way.
-  GemmOperand Along(const TensorView& x, int64_t batch, int64_t head, int64_t begin, int64_t length) const;
-  // `last`: the last row that is read. Where rows follow it, packers may read on past its end, in whole vectors.
-  GemmOperand Across(const TensorView& x, int64_t batch, int64_t head, int64_t begin, int64_t length,
-                     int64_t last) const;
+  // Packs rows [row, row + rows) of the `length` rows of one head that begin at row `begin` of it, by gemm.pack_a or
+  // pack_b. Along: panels of rows, the columns of x and then those of `rope` are k. Across: panels of columns, those of
+  // `rope` begin a panel of their own; rows are k. rope: rank 0 for none.
+  struct Rows {
+    const TensorView& x;
+    const TensorView& rope;
+    int64_t batch, head, begin, length;
+  };
+  void PackAlong(bool a, const Rows& from, int64_t row, int64_t rows, int64_t stride, void* out) const;
+  void PackAcross(bool a, const Rows& from, int64_t row, int64_t rows, int64_t stride, void* out) const;
+  // Columns of q and k with their ropes where each begins a panel of `panel_width`.
+  int64_t PaddedColumns(int64_t panel_width) const {
+    return RoundUp(shape.d, panel_width) + RoundUp(shape.rope, panel_width);
+  }
 
   // scores of keys [keys.begin, keys.end): product, mask, pse. `hide` and `pse` are work space of key_block * width.
   // True if scores are scaled already.
@@ -80,8 +88,13 @@ class AttentionPlan {
   bool drops() const { return in.dropout.keep_prob < 1; }
 
  private:
+  // Packs the panel's pse.
+  void PackPse(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n,
+               int64_t stride, void* numbers, void* out) const;
   PanelKeys ByMask(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key,
                    PanelKeys keys) const;
+  GemmOperand Along(const Rows& from, const TensorView& x) const;
+  GemmOperand Across(const Rows& from, const TensorView& x, int64_t last) const;
   std::vector<int64_t> bit_offset_;  // first bit of each sequence in dropout.bits
 };
 

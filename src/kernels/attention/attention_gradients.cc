@@ -78,7 +78,8 @@ void SinkGradient(const AttentionPlan& plan, const TensorView& max, const Tensor
   });
 }
 
-// out[b, h, ..] = sum of parts[s, h', ..] over what `out` has once.
+// out[b, h, ..] = sum of parts[s, h', ..] over what `out` has once. Rows of parts beyond those of out belong to its
+// first.
 template <typename C>
 void SumPse(const AttentionPlan& plan, const TensorView& parts, const TensorView& out) {
   const int64_t heads = out.size[1];
@@ -95,6 +96,9 @@ void SumPse(const AttentionPlan& plan, const TensorView& parts, const TensorView
         for (int64_t s = out.size[0] == 1 ? 0 : b; s < (out.size[0] == 1 ? parts.size[0] : b + 1); ++s) {
           for (int64_t n = heads == 1 ? 0 : h; n < (heads == 1 ? parts.size[1] : h + 1); ++n) {
             total += reinterpret_cast<const C*>(Element(parts, s, n, r))[j];
+            for (int64_t e = rows; r == 0 && e < parts.size[2]; ++e) {
+              total += reinterpret_cast<const C*>(Element(parts, s, n, e))[j];
+            }
           }
         }
         row[j] = static_cast<C>(total);
@@ -114,39 +118,44 @@ void SumPse(const AttentionPlan& plan, const TensorView& parts, const TensorView
 }  // namespace
 
 void AttentionBackward(const char* op, const AttentionInputs& in, const TensorView& dy, const TensorView& out,
-                       const TensorView& max, const TensorView& sum, const TensorView& dq, const TensorView& dk,
-                       const TensorView& dv, const TensorView* dpse, const TensorView* dsink) {
+                       const TensorView& max, const TensorView& sum, const AttentionGrads& grads) {
   const AttentionShape shape = CheckAttention(op, in, out, max, sum);
   const auto like = [&](const char* name, const TensorView& x, const TensorView& model) {
     JUMAR_CHECK(op, SameShape(x, model) && x.dtype == model.dtype, name, " must be ", Describe(model), ", got ",
                 Describe(x));
   };
   like("dy", dy, out);
-  like("dq", dq, in.q);
-  like("dk", dk, in.k);
-  like("dv", dv, in.v);
+  like("dq", grads.dq, in.q);
+  like("dk", grads.dk, in.k);
+  like("dv", grads.dv, in.v);
+  if (in.q_rope.rank != 0) {
+    like("dq_rope", grads.dq_rope, in.q_rope);
+    like("dk_rope", grads.dk_rope, in.k_rope);
+  }
   const AttentionPlan plan(in, shape);
   const bool f64 = shape.compute == DType::kF64;
   ScratchFrame frame;
   const TensorView delta = Delta(plan, frame);
   FillDelta(plan, dy, out, delta);
   TensorView parts;
-  if (dpse != nullptr) {
-    like("dpse", *dpse, in.pse);
-    const std::vector<int64_t> sizes = {static_cast<int64_t>(in.sequences.size()), shape.heads, dpse->size[2],
-                                        dpse->size[3]};
+  const bool needs_pse = grads.dpse.rank != 0;
+  if (needs_pse) {
+    like("dpse", grads.dpse, in.pse);
+    const int64_t early = CeilDiv(std::max<int64_t>(0, in.pse_first), kBackwardUnitRows);
+    const std::vector<int64_t> sizes = {static_cast<int64_t>(in.sequences.size()), shape.heads,
+                                        grads.dpse.size[2] + early, grads.dpse.size[3]};
     const auto bytes = static_cast<size_t>(sizes[0] * sizes[1] * sizes[2] * sizes[3]) * plan.ComputeBytes();
     char* data = static_cast<char*>(frame.AllocBytes(bytes));
     std::fill_n(data, bytes, 0);
     parts = Contiguous(data, shape.compute, sizes);
     if (sizes[2] == 1) parts.stride[2] = 0;
   }
-  AttentionBackwardTasks({plan, dy, max, sum, delta, dq, dk, dv, dpse == nullptr ? nullptr : &parts});
-  if (dpse != nullptr) f64 ? SumPse<double>(plan, parts, *dpse) : SumPse<float>(plan, parts, *dpse);
-  if (dsink != nullptr) {
-    JUMAR_CHECK(op, in.sink.rank == 1 && SameShape(*dsink, in.sink) && dsink->dtype == in.sink.dtype,
-                "dsink must look like sink, got ", Describe(*dsink));
-    f64 ? SinkGradient<double>(plan, max, sum, delta, *dsink) : SinkGradient<float>(plan, max, sum, delta, *dsink);
+  AttentionBackwardTasks({plan, dy, max, sum, delta, grads, needs_pse ? &parts : nullptr});
+  if (needs_pse) f64 ? SumPse<double>(plan, parts, grads.dpse) : SumPse<float>(plan, parts, grads.dpse);
+  if (grads.dsink.rank != 0) {
+    like("dsink", grads.dsink, in.sink);
+    f64 ? SinkGradient<double>(plan, max, sum, delta, grads.dsink)
+        : SinkGradient<float>(plan, max, sum, delta, grads.dsink);
   }
 }
 

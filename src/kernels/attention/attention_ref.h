@@ -11,9 +11,10 @@
 namespace jumar::ref {
 
 struct AttentionResult {
-  std::vector<double> out, max, sum;                        // [B, Nq, Sq, Dv], [B, Nq, Sq]
-  std::vector<double> dq, dk, dv, dpse, dsink;              // dpse [sequences, Nq, Sq, Skv]
-  std::vector<double> out_size, dq_size, dk_size, dv_size;  // sums of magnitudes: what errors are measured against
+  std::vector<double> out, max, sum;                              // [B, Nq, Sq, Dv], [B, Nq, Sq]
+  std::vector<double> dq, dk, dv, dq_rope, dk_rope, dpse, dsink;  // dpse [sequences, Nq, Sq, Skv]
+  // Sums of magnitudes: what errors are measured against.
+  std::vector<double> out_size, dq_size, dk_size, dv_size, dq_rope_size, dk_rope_size;
 };
 
 // get(x, b, h, i, j): an element of a view as double. keep(s, h, i, j): 0 or 1 / keep_prob. A row's delta is taken from
@@ -45,6 +46,11 @@ inline AttentionResult Attention(const AttentionInputs& in, const TensorView& dy
   for (auto* x : {&r.dq, &r.dq_size}) x->assign(static_cast<size_t>(in.q.numel()), 0);
   for (auto* x : {&r.dk, &r.dk_size}) x->assign(static_cast<size_t>(in.k.numel()), 0);
   for (auto* x : {&r.dv, &r.dv_size}) x->assign(static_cast<size_t>(in.v.numel()), 0);
+  const bool rope = in.q_rope.rank != 0;
+  if (rope) {
+    for (auto* x : {&r.dq_rope, &r.dq_rope_size}) x->assign(static_cast<size_t>(in.q_rope.numel()), 0);
+    for (auto* x : {&r.dk_rope, &r.dk_rope_size}) x->assign(static_cast<size_t>(in.k_rope.numel()), 0);
+  }
   for (auto* x : {&r.max, &r.sum}) x->assign(static_cast<size_t>(in.q.size[0] * heads * rows), 0);
   r.dpse.assign(in.sequences.size() * static_cast<size_t>(heads * rows * keys), 0);
   r.dsink.assign(static_cast<size_t>(heads), 0);
@@ -64,9 +70,13 @@ inline AttentionResult Attention(const AttentionInputs& in, const TensorView& dy
           for (int64_t c = 0; c < d; ++c) {
             dot += read.get(in.q, s.batch, h, row, c) * read.get(in.k, s.batch, kh, s.k_begin + j, c);
           }
+          for (int64_t c = 0; rope && c < in.q_rope.size[3]; ++c) {
+            dot += read.get(in.q_rope, s.batch, h, row, c) * read.get(in.k_rope, s.batch, kh, s.k_begin + j, c);
+          }
           if (in.pse.rank != 0) {
+            const int64_t shift = std::max<int64_t>(0, in.pse_first - i);
             dot += read.get(in.pse, in.pse.size[0] == 1 ? 0 : s.index, in.pse.size[1] == 1 ? 0 : h,
-                            in.pse.size[2] == 1 ? 0 : i, j);
+                            in.pse.size[2] == 1 ? 0 : i + shift - in.pse_first, j + shift);
           }
           const auto k = static_cast<size_t>(j);
           sees[k] = 1;
@@ -116,14 +126,19 @@ inline AttentionResult Attention(const AttentionInputs& in, const TensorView& dy
           const double ds = w * (dp - delta) * in.scale;
           const double size = std::abs(w * in.scale) * (dp_size + delta_size);
           r.dpse[static_cast<size_t>(((s.index * heads + h) * rows + i) * keys + j)] += ds;
-          for (int64_t c = 0; c < d; ++c) {
-            const double q = read.get(in.q, s.batch, h, row, c);
-            const double k = read.get(in.k, s.batch, kh, key, c);
-            r.dq[at(in.q, s.batch, h, row, c)] += ds * k;
-            r.dq_size[at(in.q, s.batch, h, row, c)] += size * std::abs(k);
-            r.dk[at(in.k, s.batch, kh, key, c)] += ds * q;
-            r.dk_size[at(in.k, s.batch, kh, key, c)] += size * std::abs(q);
-          }
+          const auto spread = [&](const TensorView& q_view, const TensorView& k_view, std::vector<double>& dq,
+                                  std::vector<double>& dq_size, std::vector<double>& dk, std::vector<double>& dk_size) {
+            for (int64_t c = 0; c < q_view.size[3]; ++c) {
+              const double q = read.get(q_view, s.batch, h, row, c);
+              const double k = read.get(k_view, s.batch, kh, key, c);
+              dq[at(q_view, s.batch, h, row, c)] += ds * k;
+              dq_size[at(q_view, s.batch, h, row, c)] += size * std::abs(k);
+              dk[at(k_view, s.batch, kh, key, c)] += ds * q;
+              dk_size[at(k_view, s.batch, kh, key, c)] += size * std::abs(q);
+            }
+          };
+          spread(in.q, in.k, r.dq, r.dq_size, r.dk, r.dk_size);
+          if (rope) spread(in.q_rope, in.k_rope, r.dq_rope, r.dq_rope_size, r.dk_rope, r.dk_rope_size);
         }
       }
     }

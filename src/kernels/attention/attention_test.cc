@@ -18,8 +18,10 @@ struct Config {
   double hidden = 0;      // share of the mask that hides; 0: no mask
   int64_t mask_rows = 0;  // 1: one row of the mask serves all
   int64_t pse_rows = 0;   // 0: no pse
+  int64_t pse_first = 0;  // the query of its first row
   bool sink = false;
   double keep_prob = 1;
+  int64_t rope = 0;
 };
 
 class Call {
@@ -37,6 +39,10 @@ class Call {
         dq(c.dtype, {c.batch, c.heads, c.rows, c.d}),
         dk(c.dtype, {c.batch, c.kv_heads, c.keys, c.d}, Spread(c.kv_heads, c.keys, c.d)),
         dv(c.dtype, {c.batch, c.kv_heads, c.keys, c.dv}),
+        q_rope(c.dtype, {c.batch, c.heads, c.rows, c.rope}, Spread(c.heads, c.rows, c.rope)),
+        k_rope(c.dtype, {c.batch, c.kv_heads, c.keys, c.rope}),
+        dq_rope(c.dtype, {c.batch, c.heads, c.rows, c.rope}, Spread(c.heads, c.rows, c.rope)),
+        dk_rope(c.dtype, {c.batch, c.kv_heads, c.keys, c.rope}),
         pse(c.dtype, {c.batch, c.heads, std::max<int64_t>(c.pse_rows, 1), c.keys}),
         dpse(c.dtype, {c.batch, c.heads, std::max<int64_t>(c.pse_rows, 1), c.keys}),
         sink(compute, {c.heads}),
@@ -47,6 +53,12 @@ class Call {
     dy.FillRandom(seed + 3);
     pse.FillRandom(seed + 4);
     sink.FillRandom(seed + 5);
+    q_rope.FillRandom(seed + 8);
+    k_rope.FillRandom(seed + 9);
+    if (c.rope > 0) {
+      in.q_rope = q_rope.view();
+      in.k_rope = k_rope.view();
+    }
     in.q = q.view();
     in.k = k.view();
     in.v = v.view();
@@ -63,6 +75,7 @@ class Call {
     }
     if (c.pse_rows > 0) {
       in.pse = pse.view();
+      in.pse_first = c.pse_first;
       if (c.pse_rows == 1) in.pse.stride[2] = 0;
     }
     if (c.sink) in.sink = sink.view();
@@ -76,9 +89,15 @@ class Call {
   }
 
   void Forward() { Attention("op", in, out.view(), max.view(), sum.view()); }
-  void Backward() {
-    AttentionBackward("op", in, dy.view(), out.view(), max.view(), sum.view(), dq.view(), dk.view(), dv.view(),
-                      c.pse_rows > 0 ? &dpse.view() : nullptr, c.sink ? &dsink.view() : nullptr);
+  void Backward() { AttentionBackward("op", in, dy.view(), out.view(), max.view(), sum.view(), Grads()); }
+  AttentionGrads Grads() {
+    return {dq.view(),
+            dk.view(),
+            dv.view(),
+            dq_rope.view(),
+            dk_rope.view(),
+            c.pse_rows > 0 ? dpse.view() : TensorView{},
+            c.sink ? dsink.view() : TensorView{}};
   }
 
   ref::AttentionResult Exact() const {
@@ -101,13 +120,17 @@ class Call {
     const ref::AttentionResult exact = Exact();
     const double u = c.dtype == DType::kF64 ? 0x1p-53 : 0x1p-24;
     // Scores are sums of d terms of at most a few units, and shift all of a row's probabilities.
-    const double score = 40.0 * static_cast<double>(c.d + 16) * std::abs(c.scale) * u;
+    const double score = 40.0 * static_cast<double>(c.d + c.rope + 16) * std::abs(c.scale) * u;
     const double unit = 4 * score + static_cast<double>(c.keys + c.rows * c.heads + 16) * u;
     const double half = c.dtype == DType::kBF16 ? 0x1p-8 : c.dtype == DType::kF16 ? 0x1p-11 : 0;
     Near(out, exact.out, exact.out_size, unit, what + " out");
     Near(dv, exact.dv, exact.dv_size, 2 * unit, what + " dv");
     Near(dq, exact.dq, exact.dq_size, 4 * unit + half, what + " dq");
     Near(dk, exact.dk, exact.dk_size, 4 * unit + half, what + " dk");
+    if (c.rope > 0) {
+      Near(dq_rope, exact.dq_rope, exact.dq_rope_size, 4 * unit + half, what + " dq_rope");
+      Near(dk_rope, exact.dk_rope, exact.dk_rope_size, 4 * unit + half, what + " dk_rope");
+    }
     for (size_t i = 0; i < exact.max.size(); ++i) {
       for (int64_t e = 0; e < 8; ++e) {
         const auto at = static_cast<int64_t>(i) * 8 + e;
@@ -123,14 +146,15 @@ class Call {
             << what << " dsink";
       }
     }
-    for (const Buffer* b : {&q, &k, &v, &dy, &out, &max, &sum, &dq, &dk, &dv, &pse, &dpse, &sink, &dsink}) {
+    for (const Buffer* b : {&q, &k, &v, &dy, &out, &max, &sum, &dq, &dk, &dv, &q_rope, &k_rope, &dq_rope, &dk_rope,
+                            &pse, &dpse, &sink, &dsink}) {
       b->CheckRedZones(what);
     }
   }
 
   Config c;
   DType compute;
-  Buffer q, k, v, dy, out, max, sum, dq, dk, dv, pse, dpse, sink, dsink;
+  Buffer q, k, v, dy, out, max, sum, dq, dk, dv, q_rope, k_rope, dq_rope, dk_rope, pse, dpse, sink, dsink;
   std::vector<uint8_t> mask, bits;
   AttentionInputs in;
 
@@ -149,19 +173,23 @@ class Call {
     }
   }
 
+  // Every element of pse gets what its scores get.
   void CheckPse(const ref::AttentionResult& exact, double unit, const std::string& what) {
+    std::vector<double> want(static_cast<size_t>(dpse.numel()), 0);
     for (int64_t b = 0; b < c.batch * c.heads; ++b) {
-      for (int64_t r = 0; r < c.pse_rows; ++r) {
-        for (int64_t j = 0; j < c.keys; ++j) {
-          double want = 0;
-          for (int64_t i = r; i < (c.pse_rows == 1 ? c.rows : r + 1); ++i) {
-            want += exact.dpse[static_cast<size_t>((b * c.rows + i) * c.keys + j)];
-          }
-          const double got = dpse.Get((b * c.pse_rows + r) * c.keys + j);
-          const double terms = static_cast<double>(c.dv * (c.pse_rows == 1 ? c.rows : 1)) * 20;
-          ASSERT_NEAR(got, want, 0.51 * UlpSize(c.dtype, want) + 4 * unit * terms) << what << " dpse";
+      for (int64_t i = 0; i < c.rows; ++i) {
+        const int64_t shift = std::max<int64_t>(0, c.pse_first - i);
+        const int64_t row = c.pse_rows == 1 ? 0 : i + shift - c.pse_first;
+        for (int64_t j = 0; j + shift < c.keys; ++j) {
+          want[static_cast<size_t>((b * c.pse_rows + row) * c.keys + j + shift)] +=
+              exact.dpse[static_cast<size_t>((b * c.rows + i) * c.keys + j)];
         }
       }
+    }
+    const double terms = static_cast<double>(c.dv * (c.pse_rows < c.rows ? c.rows : 1)) * 20;
+    for (int64_t i = 0; i < dpse.numel(); ++i) {
+      const double exactly = want[static_cast<size_t>(i)];
+      ASSERT_NEAR(dpse.Get(i), exactly, 0.51 * UlpSize(c.dtype, exactly) + 4 * unit * terms) << what << " dpse " << i;
     }
   }
 };
@@ -231,6 +259,69 @@ TEST(Attention, RulesMasksBiasAndSink) {
         c.scale = -0.3;
         Call(c, seed++).Check("pse, sink, dropout");
       }
+    }
+  });
+}
+
+TEST(Attention, Ropes) {
+  ForEachSimdTarget([&](const std::string&) {
+    uint64_t seed = 200;
+    for (const DType dtype : FloatDTypes()) {
+      for (const auto& [d, rope] : std::vector<std::pair<int64_t, int64_t>>{{7, 3}, {16, 8}, {33, 18}}) {
+        Config c;
+        c.dtype = dtype;
+        c.heads = 4;
+        c.kv_heads = 2;
+        c.rows = 40;
+        c.keys = 140;
+        c.high = 100;
+        c.d = d;
+        c.rope = rope;
+        c.hidden = d == 16 ? 0.2 : 0;
+        Call(c, seed++).Check("rope");
+      }
+    }
+  });
+}
+
+// More rows than a unit of the backward: several units of one head, and of several heads, add to the same keys.
+TEST(Attention, ManyUnits) {
+  uint64_t seed = 300;
+  for (const int64_t pse_rows : {0, 1}) {
+    for (const auto& [rows, keys, high] : std::vector<std::tuple<int64_t, int64_t, int64_t>>{
+             {1100, 300, -300}, {1100, 1100, 0}, {300, 500, 150}, {1050, 40, kUnboundedBand}}) {
+      Config c;
+      c.dtype = pse_rows == 0 ? DType::kF32 : DType::kF64;
+      c.heads = 4;
+      c.kv_heads = 2;
+      c.rows = rows;
+      c.keys = keys;
+      c.high = high;
+      c.low = high == 0 ? -200 : -kUnboundedBand;
+      c.d = c.dv = 4;
+      c.pse_rows = pse_rows;
+      if (SmallTests() && rows * keys > 200000) continue;
+      for (const int threads : {1, 3}) {
+        WithThreads(threads, [&] { Call(c, seed++).Check("many units"); });
+      }
+    }
+  }
+}
+
+// The last rows of a bias that depends on i - j alone stand for all of them.
+TEST(Attention, CompressedPse) {
+  ForEachSimdTarget([&](const std::string&) {
+    uint64_t seed = 400;
+    for (const int64_t rows : SmallTests() ? std::vector<int64_t>{60} : std::vector<int64_t>{60, 560}) {
+      Config c;
+      c.dtype = rows == 60 ? DType::kF32 : DType::kF64;
+      c.batch = 2;
+      c.rows = c.keys = rows;
+      c.high = 0;
+      c.d = c.dv = 4;
+      c.pse_rows = 20;
+      c.pse_first = rows - 20;
+      Call(c, seed++).Check("compressed pse");
     }
   });
 }
@@ -310,8 +401,10 @@ TEST(Attention, ResultsDoNotDependOnThreads) {
     Config c;
     c.dtype = dtype;
     c.heads = 4;
-    c.rows = c.keys = SmallTests() ? 100 : 300;
+    c.rows = c.keys = SmallTests() ? 100 : 1300;
+    c.kv_heads = 1;
     c.high = 0;
+    c.rope = 4;
     std::vector<std::vector<double>> first;
     for (const int threads : {1, 2, 7}) {
       WithThreads(threads, [&] {
@@ -319,7 +412,8 @@ TEST(Attention, ResultsDoNotDependOnThreads) {
         call.Forward();
         call.Backward();
         std::vector<std::vector<double>> all;
-        for (const Buffer* b : {&call.out, &call.max, &call.sum, &call.dq, &call.dk, &call.dv}) {
+        for (const Buffer* b :
+             {&call.out, &call.max, &call.sum, &call.dq, &call.dk, &call.dv, &call.dq_rope, &call.dk_rope}) {
           all.push_back(b->ToDoubles());
         }
         if (first.empty()) first = all;
@@ -346,12 +440,16 @@ TEST(Attention, Errors) {
   call.Forward();
   TensorView bad = call.dq.view();
   bad.size[2] = 4;
+  AttentionGrads grads = call.Grads();
+  grads.dq = bad;
   ExpectError(
       [&] {
-        AttentionBackward("op", call.in, call.dy.view(), call.out.view(), call.max.view(), call.sum.view(), bad,
-                          call.dk.view(), call.dv.view(), nullptr, nullptr);
+        AttentionBackward("op", call.in, call.dy.view(), call.out.view(), call.max.view(), call.sum.view(), grads);
       },
       "op", "dq");
+  c.rope = 4;
+  fails([](Call& x) { x.in.k_rope.rank = 0; }, "go together");
+  fails([](Call& x) { x.in.k_rope.size[3] = 3; }, "key_rope has shape");
 }
 
 }  // namespace

@@ -13,7 +13,7 @@ namespace jumar {
 namespace {
 
 constexpr int64_t kCompressed = 2048;
-constexpr int64_t kPrefixRows = 1024;
+constexpr int64_t kPrefixRows = 1024;  // below the triangle of a mask with prefix; of a compressed pse
 
 std::string Upper(std::string text) {
   for (char& c : text) c = static_cast<char>(std::toupper(static_cast<unsigned char>(c)));
@@ -74,6 +74,11 @@ FusionAttention::FusionAttention(const char* op, const FusionAttentionTensors& t
   inputs_.k = Heads("key", t.key, kv_heads);
   inputs_.v = Heads("value", t.value, kv_heads);
   value_cols_ = inputs_.v.size[3];
+  JUMAR_CHECK(op, (t.query_rope.rank == 0) == (t.key_rope.rank == 0), "query_rope and key_rope go together");
+  if (t.query_rope.rank != 0) {
+    inputs_.q_rope = QueryHeads("query_rope", t.query_rope);
+    inputs_.k_rope = KeyHeads("key_rope", t.key_rope);
+  }
   inputs_.scale = o.scale;
   inputs_.dropout = o.dropout;
   inputs_.sink = t.sink;
@@ -92,6 +97,8 @@ TensorView FusionAttention::Heads(const char* name, const TensorView& x, int64_t
     v.stride[to] = stride;
   };
   if (layout_ == "BSH" || layout_ == "SBH") {
+    JUMAR_CHECK(op_, x.size[2] % heads == 0, name, " has shape ", ShapeString(x),
+                ", its last size is not a multiple of its ", heads, " heads");
     const int b = layout_ == "BSH" ? 0 : 1;
     const int64_t d = x.size[2] / heads;
     set(0, x.size[b], x.stride[b]);
@@ -116,8 +123,6 @@ TensorView FusionAttention::Heads(const char* name, const TensorView& x, int64_t
 
 TensorView FusionAttention::QueryHeads(const char* name, const TensorView& x) const {
   JUMAR_CHECK(op_, x.rank == query_.rank, name, " must have ", query_.rank, " dimensions, got ", ShapeString(x));
-  JUMAR_CHECK(op_, x.rank == 4 || layout_ == "TND" || x.size[2] % heads_ == 0, name, " has shape ", ShapeString(x),
-              ", its last size is not a multiple of head_num ", heads_);
   return Heads(name, x, heads_);
 }
 
@@ -276,16 +281,39 @@ void FusionAttention::SetMask(const TensorView& mask, bool compressed, bool with
 
 void FusionAttention::SetPse(const TensorView& pse) {
   JUMAR_CHECK(op_, pse.rank == 4, "pse must have 4 dimensions, got ", ShapeString(pse));
-  JUMAR_CHECK(op_, layout_ != "TND", "pse is not supported with input_layout TND");
+  const bool packed = layout_ == "TND";
+  if (pse.size[2] == kPrefixRows && (packed || inputs_.q.size[2] > kPrefixRows)) {
+    SetCompressedPse(pse);
+    return;
+  }
+  JUMAR_CHECK(op_, !packed, "pse of input_layout TND must be the compressed form of 1024 rows, got ", ShapeString(pse));
   const int64_t expected[4] = {inputs_.q.size[0], heads_, inputs_.q.size[2], inputs_.k.size[2]};
   for (int i = 0; i < 4; ++i) {
     JUMAR_CHECK(op_, pse.size[i] == expected[i] || (i < 3 && pse.size[i] == 1), "pse has shape ", ShapeString(pse),
                 ", which does not go with scores of [", expected[0], ", ", expected[1], ", ", expected[2], ", ",
-                expected[3], "]",
-                pse.size[2] == kPrefixRows ? " (the compressed form of 1024 rows is not supported)" : "");
+                expected[3], "]");
   }
   inputs_.pse = pse;
   if (pse.size[2] == 1) inputs_.pse.stride[2] = 0;
+}
+
+void FusionAttention::SetCompressedPse(const TensorView& pse) {
+  const auto batch = static_cast<int64_t>(inputs_.sequences.size());
+  int64_t longest = 0;
+  for (const AttentionSequence& s : inputs_.sequences) {
+    JUMAR_CHECK(op_, s.q_len == s.k_len && s.high <= 0,
+                "pse compressed to 1024 rows is for causal attention of as many queries as keys, got a sequence of ",
+                s.q_len, " queries and ", s.k_len, " keys", s.high > 0 ? ", not causal by its sparse_mode" : "");
+    longest = std::max(longest, s.k_len);
+  }
+  const int64_t keys = pse.size[3];
+  JUMAR_CHECK(op_,
+              (pse.size[0] == batch || pse.size[0] == 1) && (pse.size[1] == heads_ || pse.size[1] == 1) &&
+                  (layout_ == "TND" ? keys >= longest : keys == longest),
+              "pse compressed to 1024 rows has shape ", ShapeString(pse), ", expected [", batch, " or 1, ", heads_,
+              ", 1024, ", longest, "]");
+  inputs_.pse = pse;
+  inputs_.pse_first = keys - kPrefixRows;
 }
 
 }  // namespace jumar

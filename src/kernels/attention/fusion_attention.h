@@ -43,9 +43,12 @@ struct FusionAttentionOptions {
   AttentionDropout dropout;
 };
 
-// Optional tensors have rank 0 where they are absent. The mask is of bytes, whatever its dtype says.
+// Optional tensors have rank 0 where they are absent. The mask is of bytes, whatever its dtype says. pse: [B | 1, N, Sq
+// | 1, Skv], or compressed to the last 1024 rows of a bias of i - j alone, [B | 1, N, 1024, Skv]: for causal attention
+// of sequences with as many keys as queries, TND (Skv at least the longest) or more than 1024 rows. query_rope and
+// key_rope: more columns of query and key, in their layout.
 struct FusionAttentionTensors {
-  TensorView query, key, value, pse, atten_mask, sink;
+  TensorView query, key, value, pse, atten_mask, sink, query_rope, key_rope;
 };
 
 class FusionAttention {
@@ -70,6 +73,7 @@ class FusionAttention {
   void SetRules(const TensorView& mask, const FusionAttentionOptions& o);
   void SetMask(const TensorView& mask, bool compressed, bool with_prefix);
   void SetPse(const TensorView& pse);
+  void SetCompressedPse(const TensorView& pse);
 
   const char* op_;
   std::string layout_;
