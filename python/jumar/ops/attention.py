@@ -17,7 +17,7 @@ from jumar.ops._wiring import (
     calls_operator,
     compute_dtype,
     define_by_position,
-    forbid_autograd,
+    gradient,
     register_autocast,
     register_autograd,
     register_fake,
@@ -123,31 +123,6 @@ def npu_fusion_attention_v3(
     Returns:
         (out, softmax_max, softmax_sum, softmax_out, seed, offset), the last two int64 tensors of one element.
     """
-
-
-@calls_operator
-def npu_fusion_attention_grad(
-    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of :func:`npu_fusion_attention`: (dq, dk, dv, dpse, dsink), the last two empty without pse or sink.
-
-    ``rest``: softmax_max, softmax_sum and attention_in (the output) of the forward, and its other arguments, by their
-    names (scale is ``scale_value``).
-    """
-
-
-@calls_operator
-def npu_fusion_attention_grad_v2(
-    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **rest: Any
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The same for :func:`npu_fusion_attention_v2`: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink)."""
-
-
-@calls_operator
-def npu_fusion_attention_grad_v3(
-    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **rest: Any
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """The same for :func:`npu_fusion_attention_v3`: (dq, dk, dv, dpse, dsink); lengths, seed, offset are tensors."""
 
 
 _V2 = (
@@ -326,11 +301,26 @@ for _name, _backward_name in (
     register_fake(_name, partial(_fake, _name))
     _wire(_name, _backward_name)
 for _name in ("fusion_attention_backward", "fusion_attention_backward_v3"):
-    register_fake(_name, partial(_backward_fake, _name))
-    forbid_autograd(_name)
-for _name, _gradients in (("", _grad_fake), ("_v2", _grad_v2_fake), ("_v3", _grad_fake)):
-    register_fake(f"npu_fusion_attention_grad{_name}", _gradients)
-    forbid_autograd(f"npu_fusion_attention_grad{_name}")
+    gradient(_name, partial(_backward_fake, _name))
+npu_fusion_attention_grad = gradient(
+    "npu_fusion_attention_grad",
+    _grad_fake,
+    """Gradients of :func:`npu_fusion_attention`: (dq, dk, dv, dpse, dsink), the last two empty without pse or sink.
+
+    softmax_max, softmax_sum and attention_in (the output) are those of the forward, whose other arguments go by their
+    names (scale is ``scale_value``).
+    """,
+)
+npu_fusion_attention_grad_v2 = gradient(
+    "npu_fusion_attention_grad_v2",
+    _grad_v2_fake,
+    "The same for :func:`npu_fusion_attention_v2`: (dq, dk, dv, dpse, dq_rope, dk_rope, dsink).",
+)
+npu_fusion_attention_grad_v3 = gradient(
+    "npu_fusion_attention_grad_v3",
+    _grad_fake,
+    "The same for :func:`npu_fusion_attention_v3`; lengths, seed and offset are tensors.",
+)
 define_by_position(_V2, _v2)
 # sink stays in fp32.
 register_autocast("npu_fusion_attention", keep=range(8, 64))
