@@ -14,56 +14,55 @@ constexpr int64_t kSumKeys = 32;  // of a task that adds up chunks
 }  // namespace
 
 template <typename C>
-QueryGradient<C>::Work::Work(const IndexerPlan& plan, ScratchFrame& frame)
-    : slope_panel(plan.gemm.PanelStride(plan.gemm.mr, plan.key_block)),
-      turned_panel(plan.gemm.PanelStride(plan.gemm.mr, plan.heads)),
-      slopes(frame.Alloc<C>(CeilDiv(plan.heads, plan.gemm.mr) * slope_panel)),
-      turned(frame.Alloc<C>(CeilDiv(plan.key_block, plan.gemm.mr) * turned_panel)) {}
+void HeadProducts(const IndexerPlan& plan, const PackedHeads& of, const C* packed, const void* const* rows, int64_t n,
+                  C* r, int64_t r_panel, bool accumulate) {
+  const int64_t width = plan.kernel.width;
+  for (int64_t h = 0; h < of.heads; h += width, packed += of.panel, r += r_panel) {
+    plan.products.dots({rows, n, of.d, packed, std::min(width, of.heads - h), r, accumulate});
+  }
+}
 
 template <typename C>
 QueryGradient<C>::QueryGradient(const IndexerPlan& plan, ScratchFrame& frame)
     : plan_(plan),
-      head_panel_(plan.gemm.PanelStride(plan.gemm.nr, plan.heads)),
-      query_(frame.Alloc<C>(plan.query_size)),
-      across_(frame.Alloc<C>(plan.ld_d / plan.gemm.nr * head_panel_)),
+      form_{plan.heads, plan.d, plan.gemm.PanelStride(plan.gemm.nr, plan.d)},
+      across_panel_(plan.gemm.PanelStride(plan.gemm.nr, plan.heads)),
+      query_(frame.Alloc<C>(form_.Size(plan.kernel.width))),
+      across_(frame.Alloc<C>(plan.ld_d / plan.gemm.nr * across_panel_)),
       dq_(frame.Alloc<C>(plan.heads * plan.ld_d)),
-      dw_(frame.Alloc<C>(plan.heads)) {}
+      dw_(frame.Alloc<C>(plan.panels * plan.kernel.width)),
+      weights_(frame.Alloc<C>(plan.panels * plan.kernel.width)) {}
 
 template <typename C>
 void QueryGradient<C>::Load(const SequencePair& s, int64_t row) {
   const GemmOperand q = plan_.Query(s, row);
-  const GemmOperand turned = Across(q);
-  plan_.gemm.pack_a({&q, 0, plan_.heads, 0, plan_.d, plan_.query_panel, query_});
-  plan_.gemm.pack_b({&turned, 0, plan_.d, 0, plan_.heads, head_panel_, across_});
+  const GemmOperand across{q.data, q.dtype, q.k, q.rows, q.k_stride, q.row_stride};
+  plan_.gemm.pack_b({&q, 0, plan_.heads, 0, plan_.d, form_.panel, query_});
+  plan_.gemm.pack_b({&across, 0, plan_.d, 0, plan_.heads, across_panel_, across_});
+  const int64_t padded = plan_.panels * plan_.kernel.width;
   std::fill_n(dq_, plan_.heads * plan_.ld_d, C(0));
-  std::fill_n(dw_, plan_.heads, C(0));
-  weights_ = plan_.Weights<C>(s, row);
+  std::fill_n(dw_, padded, C(0));
+  std::fill(std::copy_n(plan_.Weights<C>(s, row), plan_.heads, weights_), weights_ + padded, C(0));
   row_ = s.batch * plan_.in.query.size[1] + s.q_begin + row;
 }
 
 template <typename C>
-void QueryGradient<C>::Products(const C* keys, int64_t n, C* r) const {
-  MultiplyTile(plan_.gemm, plan_.heads, n, plan_.d, query_, plan_.query_panel, keys, plan_.key_panel, r,
-               plan_.key_block, false);
+void QueryGradient<C>::Scores(const void* const* keys, int64_t n, C* r, C* scores) const {
+  const HeadPanels panels = Panels(r, n);
+  HeadProducts(plan_, form_, query_, keys, n, r, panels.panel, false);
+  plan_.kernel.panel_scores(panels, weights_, scores);
 }
 
 template <typename C>
-void QueryGradient<C>::Scores(const C* r, int64_t n, C* scores) const {
-  plan_.kernel.head_sum(r, plan_.key_block, plan_.heads, n, weights_, scores);
-}
-
-template <typename C>
-void QueryGradient<C>::Add(const C* across, int64_t n, C* r, const C* di, C* dk, bool accumulate, const Work& work) {
-  const GemmKernel& gemm = plan_.gemm;
-  plan_.kernel.score_gradient(r, plan_.key_block, plan_.heads, n, weights_, di, dw_);
-  const GemmOperand slopes{r, plan_.compute, plan_.heads, n, plan_.key_block, 1};
-  const GemmOperand turned = Across(slopes);
-  gemm.pack_a({&slopes, 0, plan_.heads, 0, n, work.slope_panel, work.slopes});
-  gemm.pack_a({&turned, 0, n, 0, plan_.heads, work.turned_panel, work.turned});
-  MultiplyTile(gemm, plan_.heads, plan_.d, n, work.slopes, work.slope_panel, across, plan_.across_panel, dq_,
-               plan_.ld_d, true);
-  MultiplyTile(gemm, n, plan_.d, plan_.heads, work.turned, work.turned_panel, across_, head_panel_, dk, plan_.ld_d,
-               accumulate);
+void QueryGradient<C>::Add(const void* const* keys, int64_t n, C* r, const C* di, void* const* dk) {
+  const HeadPanels panels = Panels(r, n);
+  const int64_t width = plan_.kernel.width;
+  plan_.kernel.score_gradient(panels, weights_, di, dw_);
+  for (int64_t h = 0; h < plan_.heads; h += width, r += panels.panel) {
+    const int64_t lanes = std::min(width, plan_.heads - h);
+    plan_.products.sums({keys, n, plan_.d, r, lanes, dq_ + h * plan_.ld_d, plan_.ld_d, true});
+    plan_.products.updates({dk, n, plan_.ld_d, r, lanes, across_ + h * width, across_panel_});
+  }
 }
 
 template <typename C>
@@ -130,6 +129,10 @@ double SumOverChunks(const IndexerPlan& plan, bool all_keys, const TensorView& d
   return loss;
 }
 
+template void HeadProducts(const IndexerPlan&, const PackedHeads&, const float*, const void* const*, int64_t, float*,
+                           int64_t, bool);
+template void HeadProducts(const IndexerPlan&, const PackedHeads&, const double*, const void* const*, int64_t, double*,
+                           int64_t, bool);
 template class QueryGradient<float>;
 template class QueryGradient<double>;
 template double SumOverChunks<float>(const IndexerPlan&, bool, const TensorView&,

@@ -1,46 +1,56 @@
-// The chain rule through I for one query and a block of keys, and the sums over queries that gradients of keys are.
+// The chain rule through I for one query and some keys, and the sums over queries that gradients of keys are.
 #pragma once
 
 #include <functional>
 
 #include "base/heap_buffer.h"
+#include "base/key_rows.h"
 #include "kernels/lightning_indexer/indexer_plan.h"
+#include "simd/row_products.h"
 
 namespace jumar {
 
-// Products of one query's heads with blocks of at most plan.key_block keys, and from them its gradients. Blocks come in
-// the same order in every run.
+// Heads of one query as panels for products with rows of keys.
+struct PackedHeads {
+  int64_t heads;
+  int64_t d;
+  int64_t panel;  // elements from one panel of heads to the next
+  int64_t Size(int64_t width) const { return CeilDiv(heads, width) * panel; }
+};
+
+// r (+)= heads * rows, for n rows of d columns each. The panels of r are `r_panel` elements apart.
+template <typename C>
+void HeadProducts(const IndexerPlan& plan, const PackedHeads& of, const C* packed, const void* const* rows, int64_t n,
+                  C* r, int64_t r_panel, bool accumulate);
+
+// One query's products with keys, at most plan.key_block at a time, and from them its gradients. Keys come in the same
+// order in every run.
 template <typename C>
 class QueryGradient {
  public:
-  // Packed operands that queries of a thread share.
-  struct Work {
-    Work(const IndexerPlan& plan, ScratchFrame& frame);
-    int64_t slope_panel, turned_panel;
-    C* slopes;
-    C* turned;
-  };
-
   QueryGradient(const IndexerPlan& plan, ScratchFrame& frame);
 
+  static int64_t ProductSize(const IndexerPlan& plan) { return plan.panels * plan.key_block * plan.kernel.width; }
+
   void Load(const SequencePair& s, int64_t row);
-  // r [N, key_block] of n keys that are packed as columns.
-  void Products(const C* keys, int64_t n, C* r) const;
-  void Scores(const C* r, int64_t n, C* scores) const;
-  // With di = gradients of the scores: dq and dw gain what is theirs, dk [n, ld_d] is set to dr^T * q, or gains it.
-  // `across`: the keys packed with D as columns. r is overwritten.
-  void Add(const C* across, int64_t n, C* r, const C* di, C* dk, bool accumulate, const Work& work);
+  // Products r and scores of n keys.
+  void Scores(const void* const* keys, int64_t n, C* r, C* scores) const;
+  // With di = gradients of the scores: dq, dw and the rows dk[j] gain what is theirs. r is overwritten.
+  void Add(const void* const* keys, int64_t n, C* r, const C* di, void* const* dk);
   // Rounds dq and dw of the row to their place in the results.
   void Store(const TensorView& dq, const TensorView& dw) const;
 
  private:
+  HeadPanels Panels(C* r, int64_t n) const { return {r, plan_.key_block * plan_.kernel.width, plan_.heads, n}; }
+
   const IndexerPlan& plan_;
-  int64_t head_panel_;
-  C* query_;   // heads as rows
-  C* across_;  // D as columns
-  C* dq_;      // [N, ld_d]
-  C* dw_;      // [N]
-  const C* weights_ = nullptr;
+  PackedHeads form_;
+  int64_t across_panel_;
+  C* query_;    // panels of heads
+  C* across_;   // columns of D in panels
+  C* dq_;       // [N, ld_d]
+  C* dw_;       // [N], padded
+  C* weights_;  // [N], padded
   int64_t row_ = 0;
 };
 
@@ -60,5 +70,15 @@ struct RowChunk {
 template <typename C>
 double SumOverChunks(const IndexerPlan& plan, bool all_keys, const TensorView& dk,
                      const std::function<void(const RowChunk&)>& body);
+
+// Keys `ids` of a sequence in the widened rows of all keys, and in a chunk's dk.
+inline void PointToKeys(const KeyRows& keys, const SequencePair& s, const int32_t* ids, int64_t n, const void** rows) {
+  const char* base = keys.Base(s.batch, 0) + s.k_begin * keys.RowBytes();
+  for (int64_t i = 0; i < n; ++i) rows[i] = base + ids[i] * keys.RowBytes();
+}
+template <typename C>
+void PointToSums(const IndexerPlan& plan, const RowChunk& chunk, const int32_t* ids, int64_t n, void** rows) {
+  for (int64_t i = 0; i < n; ++i) rows[i] = static_cast<C*>(chunk.dk) + ids[i] * plan.ld_d;
+}
 
 }  // namespace jumar

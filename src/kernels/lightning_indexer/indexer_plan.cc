@@ -9,19 +9,6 @@ namespace {
 
 constexpr int64_t kKeyBlock = 128;
 
-template <typename T>
-void Gather(const GemmOperand& x, const int32_t* ids, int64_t n, T* out) {
-  const T* data = static_cast<const T*>(x.data);
-  for (int64_t i = 0; i < n; ++i, out += x.k) {
-    const T* from = data + ids[i] * x.row_stride;
-    if (x.k_stride == 1) {
-      std::memcpy(out, from, static_cast<size_t>(x.k) * sizeof(T));
-    } else {
-      for (int64_t j = 0; j < x.k; ++j) out[j] = from[j * x.k_stride];
-    }
-  }
-}
-
 }  // namespace
 
 void CheckShape(const char* op, const char* name, const TensorView& x, const std::vector<int64_t>& sizes, DType dtype) {
@@ -41,7 +28,8 @@ IndexerPlan::IndexerPlan(const char* name, const IndexerInputs& inputs, ScratchF
       in(inputs),
       compute(ComputeType(inputs.query.dtype)),
       gemm(ChooseGemmKernel(compute, compute)),
-      kernel(ChooseIndexerKernel(compute == DType::kF64)) {
+      kernel(ChooseIndexerKernel(compute == DType::kF64)),
+      products(ChooseRowProducts(compute == DType::kF64)) {
   const TensorView& q = in.query;
   const TensorView& k = in.key;
   JUMAR_CHECK(op, q.rank == 4 && k.rank == 4, "query and key must have 4 dimensions, got ", ShapeString(q), " and ",
@@ -58,15 +46,12 @@ IndexerPlan::IndexerPlan(const char* name, const IndexerInputs& inputs, ScratchF
               q.dtype == compute ? "" : " or float32", ", got ", Name(in.weights.dtype));
   CheckShape(op, "weights", in.weights, {q.size[0], q.size[1], q.size[2]}, in.weights.dtype);
   heads = q.size[2];
+  panels = CeilDiv(heads, kernel.width);
   d = q.size[3];
   ld_d = RoundUp(d, gemm.nr);
   key_block = RoundUp(kKeyBlock, gemm.nr);
   key_panel = gemm.PanelStride(gemm.nr, d);
   key_size = key_block / gemm.nr * key_panel;
-  across_panel = gemm.PanelStride(gemm.nr, key_block);
-  across_size = ld_d / gemm.nr * across_panel;
-  query_panel = gemm.PanelStride(gemm.mr, d);
-  query_size = CeilDiv(heads, gemm.mr) * query_panel;
   weights_ = WidenAll(in.weights, compute, -0.0, frame);
 }
 
@@ -78,17 +63,6 @@ GemmOperand IndexerPlan::Query(const SequencePair& s, int64_t i) const {
 GemmOperand IndexerPlan::Keys(const SequencePair& s, int64_t begin, int64_t n) const {
   const TensorView& x = in.key;
   return {Element(x, s.batch, s.k_begin + begin), x.dtype, n, d, x.stride[1], x.stride[3]};
-}
-
-void GatherRows(const GemmOperand& x, const int32_t* ids, int64_t n, void* out) {
-  switch (SizeOf(x.dtype)) {
-    case 2:
-      return Gather(x, ids, n, static_cast<uint16_t*>(out));
-    case 4:
-      return Gather(x, ids, n, static_cast<uint32_t*>(out));
-    default:
-      return Gather(x, ids, n, static_cast<uint64_t*>(out));
-  }
 }
 
 void StoreRows(const IndexerPlan& plan, const void* acc, int64_t ld, int64_t rows, int64_t cols, DType dtype,

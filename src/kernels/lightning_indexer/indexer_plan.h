@@ -9,6 +9,7 @@
 #include "kernels/gemm/gemm_kernel.h"
 #include "kernels/lightning_indexer/lightning_indexer.h"
 #include "kernels/lightning_indexer/lightning_indexer_simd.h"
+#include "simd/row_products.h"
 
 namespace jumar {
 
@@ -32,7 +33,9 @@ class IndexerPlan {
   DType compute;
   const GemmKernel& gemm;
   const IndexerKernel& kernel;
+  const RowProducts& products;
   int64_t heads;
+  int64_t panels;  // of heads
   int64_t d;
   int64_t ld_d;       // columns of an accumulator of D
   int64_t key_block;  // keys of a block, a multiple of gemm.nr
@@ -49,24 +52,18 @@ class IndexerPlan {
   GemmOperand Query(const SequencePair& s, int64_t i) const;
   GemmOperand Keys(const SequencePair& s, int64_t begin, int64_t n) const;
 
-  // Packed elements of a block of keys as columns, of their D along k, and of the queries' heads as rows.
-  int64_t key_panel, key_size, across_panel, across_size, query_panel, query_size;
+  // Packed elements of a block of keys as columns.
+  int64_t key_panel, key_size;
 
  private:
   const void* weights_;
 };
-
-// The operand with rows and k swapped.
-inline GemmOperand Across(const GemmOperand& x) { return {x.data, x.dtype, x.k, x.rows, x.k_stride, x.row_stride}; }
 
 // tile [m, n rounded up to the kernel's nr] (+)= a * b.
 inline void MultiplyTile(const GemmKernel& gemm, int64_t m, int64_t n, int64_t kc, const void* a, int64_t a_panel,
                          const void* b, int64_t b_panel, void* tile, int64_t ld, bool accumulate) {
   gemm.multiply_near({m, RoundUp(n, gemm.nr), kc, a, a_panel, b, b_panel, tile, ld, accumulate});
 }
-
-// Rows `ids` of a matrix of `cols` columns, side by side in `out`, in x's dtype.
-void GatherRows(const GemmOperand& x, const int32_t* ids, int64_t n, void* out);
 
 // Stores [rows, cols] of sums as a contiguous result.
 void StoreRows(const IndexerPlan& plan, const void* acc, int64_t ld, int64_t rows, int64_t cols, DType dtype,

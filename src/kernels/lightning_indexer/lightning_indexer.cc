@@ -80,30 +80,49 @@ class ScoreStream {
     });
   }
 
+  // Queries and heads are one list of rows for the product with a block of keys.
   void Rows(const Item& item, int64_t row, int64_t rows) {
     const SequencePair& s = *item.s;
     ScratchFrame frame;
-    C* queries = frame.Alloc<C>(rows * plan_.query_size);
-    C* tile = frame.Alloc<C>(plan_.heads * plan_.key_block);
+    const int64_t heads = plan_.heads;
+    const int64_t panel = plan_.gemm.PanelStride(plan_.gemm.mr, plan_.d);
+    C* queries = frame.Alloc<C>(CeilDiv(rows * heads, plan_.gemm.mr) * panel);
+    C* tile = frame.Alloc<C>(rows * heads * plan_.key_block);
     C* scores = frame.Alloc<C>(plan_.key_block);
     auto sink = make_(s, row, rows, frame);
-    for (int64_t r = 0; r < rows; ++r) {
-      const GemmOperand q = plan_.Query(s, row + r);
-      plan_.gemm.pack_a({&q, 0, plan_.heads, 0, plan_.d, plan_.query_panel, queries + r * plan_.query_size});
-    }
+    const GemmOperand q = Queries(s, row, rows, frame);
+    plan_.gemm.pack_a({&q, 0, q.rows, 0, plan_.d, panel, queries});
     const int64_t end = plan_.Limit(s, row + rows - 1);
     for (int64_t key = 0; key < end; key += plan_.key_block) {
       const C* keys = item.packed + key / plan_.key_block * plan_.key_size;
-      for (int64_t r = 0; r < rows; ++r) {
+      int64_t first = 0;
+      while (plan_.Limit(s, row + first) <= key) ++first;
+      const int64_t skipped = first * heads / plan_.gemm.mr * plan_.gemm.mr;
+      MultiplyTile(plan_.gemm, rows * heads - skipped, std::min(plan_.key_block, end - key), plan_.d,
+                   queries + skipped / plan_.gemm.mr * panel, panel, keys, plan_.key_panel,
+                   tile + skipped * plan_.key_block, plan_.key_block, false);
+      for (int64_t r = first; r < rows; ++r) {
         const int64_t n = std::min(plan_.key_block, plan_.Limit(s, row + r) - key);
-        if (n <= 0) continue;
-        MultiplyTile(plan_.gemm, plan_.heads, n, plan_.d, queries + r * plan_.query_size, plan_.query_panel, keys,
-                     plan_.key_panel, tile, plan_.key_block, false);
-        plan_.kernel.head_sum(tile, plan_.key_block, plan_.heads, n, plan_.Weights<C>(s, row + r), scores);
+        plan_.kernel.tile_scores(tile + r * heads * plan_.key_block, plan_.key_block, heads, n,
+                                 plan_.Weights<C>(s, row + r), scores);
         sink.Take(r, scores, n, key);
       }
     }
     for (int64_t r = 0; r < rows; ++r) sink.Finish(r);
+  }
+
+  // The heads of some queries as rows: of the tensor itself where they are evenly spaced, else of a copy.
+  GemmOperand Queries(const SequencePair& s, int64_t row, int64_t rows, ScratchFrame& frame) const {
+    GemmOperand q = plan_.Query(s, row);
+    q.rows *= rows;
+    const TensorView& x = plan_.in.query;
+    if (rows == 1 || x.stride[1] == plan_.heads * x.stride[2]) return q;
+    const TensorView from = Narrow(Narrow(x, 0, s.batch, 1), 1, s.q_begin + row, rows);
+    q.data = WidenAll(from, plan_.compute, -0.0, frame);
+    q.dtype = plan_.compute;
+    q.row_stride = plan_.d;
+    q.k_stride = 1;
+    return q;
   }
 
   const IndexerPlan& plan_;

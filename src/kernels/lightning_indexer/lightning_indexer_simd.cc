@@ -24,7 +24,7 @@ HWY_INLINE V ReluOf(D d, V x) {
 }
 
 template <typename T>
-void HeadSum(const void* r, int64_t ld, int64_t heads, int64_t n, const void* w, void* scores) {
+void TileScores(const void* r, int64_t ld, int64_t heads, int64_t n, const void* w, void* scores) {
   const hn::ScalableTag<T> d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   const T* weights = static_cast<const T*>(w);
@@ -56,29 +56,92 @@ void HeadSum(const void* r, int64_t ld, int64_t heads, int64_t n, const void* w,
   });
 }
 
-template <typename T>
-void ScoreGradient(void* r, int64_t ld, int64_t heads, int64_t n, const void* w, const void* di, void* dw) {
-  const hn::ScalableTag<T> d;
-  const T* weights = static_cast<const T*>(w);
-  const T* slope = static_cast<const T*>(di);
-  T* out = static_cast<T*>(dw);
-  const auto zero = hn::Zero(d);
-  for (int64_t h = 0; h < heads; ++h) {
-    T* x = static_cast<T*>(r) + h * ld;
-    const auto weight = hn::Set(d, weights[h]);
-    auto sum = zero;
-    ForEachVector(d, static_cast<size_t>(n), [&](const auto& load, const auto& store) HWY_ATTR {
-      const auto score = load(x);
-      const auto g = load(slope);
-      sum = hn::MulAdd(g, ReluOf(d, score), sum);
-      store(hn::IfThenElseZero(hn::Gt(score, zero), hn::Mul(weight, g)), x);
-    });
-    out[h] += hn::GetLane(hn::SumOfLanes(d, sum));
+// body(panel, first head, v, mask): each vector of the heads, lanes behind the last head masked off.
+template <class D, class Body>
+HWY_INLINE void ForEachHead(D d, const HeadPanels& r, const Body& body) {
+  using T = hn::TFromD<D>;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  for (int64_t h = 0; h < r.heads; h += lanes) {
+    T* panel = static_cast<T*>(r.r) + h / (2 * lanes) * r.panel + h % (2 * lanes);
+    body(panel, h, hn::FirstN(d, static_cast<size_t>(std::min(lanes, r.heads - h))));
   }
 }
 
 template <typename T>
-void AddProbabilities(const ProbabilityTile& t) {
+void PanelScores(const HeadPanels& r, const void* w, void* scores) {
+  const hn::ScalableTag<T> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const int64_t whole = r.heads / lanes;
+  const auto rest = hn::FirstN(d, static_cast<size_t>(r.heads - whole * lanes));
+  const T* weights = static_cast<const T*>(w);
+  T* out = static_cast<T*>(scores);
+  for (int64_t j = 0; j < r.n; ++j) {
+    const T* row = static_cast<const T*>(r.r) + j * 2 * lanes;
+    auto even = hn::Zero(d), odd = hn::Zero(d);
+    int64_t v = 0;
+    for (; v + 2 <= whole; v += 2, row += r.panel) {
+      even = hn::MulAdd(hn::LoadU(d, weights + v * lanes), ReluOf(d, hn::LoadU(d, row)), even);
+      odd = hn::MulAdd(hn::LoadU(d, weights + (v + 1) * lanes), ReluOf(d, hn::LoadU(d, row + lanes)), odd);
+    }
+    if (v < whole) {
+      even = hn::MulAdd(hn::LoadU(d, weights + v * lanes), ReluOf(d, hn::LoadU(d, row)), even);
+      row += lanes;
+    }
+    if (whole * lanes < r.heads) {
+      const auto last = hn::IfThenElseZero(rest, ReluOf(d, hn::LoadU(d, row)));
+      odd = hn::MulAdd(hn::LoadU(d, weights + whole * lanes), last, odd);
+    }
+    out[j] = hn::GetLane(hn::SumOfLanes(d, hn::Add(even, odd)));
+  }
+}
+
+template <typename T>
+void ScoreGradient(const HeadPanels& r, const void* w, const void* di, void* dw) {
+  const hn::ScalableTag<T> d;
+  const auto step = static_cast<int64_t>(2 * hn::Lanes(d));
+  const T* weights = static_cast<const T*>(w);
+  const T* slopes = static_cast<const T*>(di);
+  T* out = static_cast<T*>(dw);
+  const auto zero = hn::Zero(d);
+  ForEachHead(d, r, [&](T* x, int64_t h, auto valid) HWY_ATTR {
+    const auto weight = hn::LoadU(d, weights + h);
+    auto even = zero, odd = zero;
+    const auto one = [&](int64_t j, auto sum) HWY_ATTR {
+      const auto score = hn::LoadU(d, x + j * step);
+      const auto slope = hn::Set(d, slopes[j]);
+      hn::StoreU(hn::IfThenElseZero(hn::Gt(score, zero), hn::Mul(weight, slope)), d, x + j * step);
+      return hn::MulAdd(slope, ReluOf(d, score), sum);
+    };
+    int64_t j = 0;
+    for (; j + 2 <= r.n; j += 2) {
+      even = one(j, even);
+      odd = one(j + 1, odd);
+    }
+    if (j < r.n) even = one(j, even);
+    const auto sum = hn::IfThenElseZero(valid, hn::Add(even, odd));
+    hn::StoreU(hn::Add(hn::LoadU(d, out + h), sum), d, out + h);
+  });
+}
+
+template <typename T>
+void PanelProbabilities(const HeadPanels& r, double scale, const void* max, const void* inverse, void* out) {
+  const hn::ScalableTag<T> d;
+  const auto step = static_cast<int64_t>(2 * hn::Lanes(d));
+  const auto factor = hn::Set(d, static_cast<T>(scale));
+  T* p = static_cast<T*>(out);
+  ForEachHead(d, r, [&](const T* x, int64_t h, auto valid) HWY_ATTR {
+    const auto shift = hn::LoadU(d, static_cast<const T*>(max) + h);
+    const auto share = hn::LoadU(d, static_cast<const T*>(inverse) + h);
+    const auto counts = hn::AndNot(hn::Eq(share, hn::Zero(d)), valid);
+    for (int64_t j = 0; j < r.n; ++j) {
+      const auto e = hn::Mul(ExpOf(d, hn::MulSub(hn::LoadU(d, x + j * step), factor, shift)), share);
+      p[j] += hn::GetLane(hn::SumOfLanes(d, hn::IfThenElseZero(counts, e)));
+    }
+  });
+}
+
+template <typename T>
+void TileProbabilities(const ProbabilityTile& t) {
   const hn::ScalableTag<T> d;
   const T* max = static_cast<const T*>(t.max);
   const T* inverse = static_cast<const T*>(t.inverse);
@@ -169,9 +232,12 @@ int64_t Append(const void* x, int64_t n, int64_t first, double threshold, bool a
 template <typename T>
 IndexerKernel MakeKernel() {
   IndexerKernel kernel;
-  kernel.head_sum = &HeadSum<T>;
+  kernel.width = static_cast<int64_t>(2 * hn::Lanes(hn::ScalableTag<T>()));
+  kernel.tile_scores = &TileScores<T>;
+  kernel.panel_scores = &PanelScores<T>;
   kernel.score_gradient = &ScoreGradient<T>;
-  kernel.add_probabilities = &AddProbabilities<T>;
+  kernel.tile_probabilities = &TileProbabilities<T>;
+  kernel.panel_probabilities = &PanelProbabilities<T>;
   kernel.max = &Max<T>;
   kernel.exp_sum = &ExpSum<T>;
   kernel.add = &AddAll<T>;

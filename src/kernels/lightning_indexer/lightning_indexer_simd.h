@@ -1,4 +1,5 @@
-// Arithmetic on rows and tiles of scores in the compute type: lanes are keys.
+// Arithmetic on scores in the compute type. In tiles a row is a head, or a query, and lanes are keys; in panels (those
+// of simd/row_products.h) a row is a key, and lanes are heads.
 #pragma once
 
 #include <cstdint>
@@ -20,12 +21,26 @@ struct ProbabilityTile {
   int64_t out_stride;
 };
 
+// Products of heads with n keys: head h and key j at r[h / width * panel + j * width + h % width]. Vectors of
+// statistics and weights are padded to whole panels, with zeros.
+struct HeadPanels {
+  void* r;
+  int64_t panel;
+  int64_t heads;
+  int64_t n;
+};
+
 struct IndexerKernel {
+  int64_t width;  // of a panel
   // scores[j] = sum over h of w[h] * max(r[h * ld + j], 0)
-  void (*head_sum)(const void* r, int64_t ld, int64_t heads, int64_t n, const void* w, void* scores);
+  void (*tile_scores)(const void* r, int64_t ld, int64_t heads, int64_t n, const void* w, void* scores);
+  // The same of panels.
+  void (*panel_scores)(const HeadPanels& r, const void* w, void* scores);
   // r becomes w[h] * di[j] where r > 0, else 0;  dw[h] += sum over j of di[j] * max(r, 0)
-  void (*score_gradient)(void* r, int64_t ld, int64_t heads, int64_t n, const void* w, const void* di, void* dw);
-  void (*add_probabilities)(const ProbabilityTile& tile);
+  void (*score_gradient)(const HeadPanels& r, const void* w, const void* di, void* dw);
+  void (*tile_probabilities)(const ProbabilityTile& tile);
+  // out[j] += sum over heads of exp(scale * r - max[h]) * inverse[h]. Heads whose inverse is 0 are skipped.
+  void (*panel_probabilities)(const HeadPanels& r, double scale, const void* max, const void* inverse, void* out);
   // The largest of x and `start`; a NaN may be passed over.
   double (*max)(const void* x, int64_t n, double start);
   // x becomes exp(x - max); returns the sum.

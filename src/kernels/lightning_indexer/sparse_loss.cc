@@ -12,46 +12,41 @@ namespace {
 template <typename C>
 class SparseRows {
  public:
-  SparseRows(const IndexerPlan& plan, const TensorView& indices, const IndexerGradients& out, ScratchFrame& frame)
+  SparseRows(const IndexerPlan& plan, const KeyRows& keys, const TensorView& indices, const IndexerGradients& out,
+             ScratchFrame& frame)
       : plan_(plan),
+        keys_(keys),
         indices_(indices),
         out_(out),
         query_(plan, frame),
-        work_(plan, frame),
         ids_(frame.Alloc<int32_t>(indices.size[2])),
         slots_(frame.Alloc<int32_t>(indices.size[2])),
-        r_(frame.Alloc<C>(RoundUp(indices.size[2], plan.key_block) * plan.heads)),
-        di_(frame.Alloc<C>(RoundUp(indices.size[2], plan.key_block))),
-        gathered_(frame.AllocBytes(static_cast<size_t>(plan.key_block * plan.d) * sizeof(C))),
-        packed_(frame.Alloc<C>(std::max(plan.key_size, plan.across_size))),
-        sums_(frame.Alloc<C>(plan.key_block * plan.ld_d)) {}
+        rows_(frame.Alloc<const void*>(indices.size[2])),
+        sums_(frame.Alloc<void*>(indices.size[2])),
+        r_(frame.Alloc<C>(CeilDiv(indices.size[2], plan.key_block) * QueryGradient<C>::ProductSize(plan))),
+        di_(frame.Alloc<C>(indices.size[2])) {}
 
-  // fill(row, ids, slots, n, scores, di): gradients of the n scores, whose slots these are. With `masked`, keys that
-  // the row does not see are skipped; else an index beyond the keys is an error.
+  // fill(row, ids, slots, n, scores) makes the n scores their gradients, and returns the row's loss; ids and slots say
+  // which keys these are and where they stand. With `masked`, keys that the row does not see are skipped; else an index
+  // beyond the keys is an error.
   template <typename Fill>
   void Run(const RowChunk& chunk, bool masked, const Fill& fill) {
     const SequencePair& s = *chunk.sequence;
     for (int64_t i = chunk.begin; i < chunk.begin + chunk.rows; ++i) {
       const int64_t n = Slots(s, i, masked ? plan_.Limit(s, i) : s.k_len, masked);
+      if (n == 0) continue;
+      PointToKeys(keys_, s, ids_, n, rows_);
+      PointToSums<C>(plan_, chunk, ids_, n, sums_);
       query_.Load(s, i);
-      for (int64_t at = 0; at < n; at += plan_.key_block) {
-        const int64_t count = std::min(plan_.key_block, n - at);
-        const GemmOperand keys = Gather(s, at, count);
-        plan_.gemm.pack_b({&keys, 0, count, 0, plan_.d, plan_.key_panel, packed_});
-        query_.Products(packed_, count, r_ + at * plan_.heads);
-        query_.Scores(r_ + at * plan_.heads, count, di_ + at);
-      }
-      if (n > 0) chunk.losses[i - chunk.begin] = fill(s, i, ids_, slots_, n, di_);
-      for (int64_t at = 0; at < n; at += plan_.key_block) {
-        const int64_t count = std::min(plan_.key_block, n - at);
-        const GemmOperand keys = Across(Gather(s, at, count));
-        plan_.gemm.pack_b({&keys, 0, plan_.d, 0, count, plan_.across_panel, packed_});
-        query_.Add(packed_, count, r_ + at * plan_.heads, di_ + at, sums_, false, work_);
-        C* dk = static_cast<C*>(chunk.dk);
-        for (int64_t j = 0; j < count; ++j) {
-          plan_.kernel.add(dk + ids_[at + j] * plan_.ld_d, sums_ + j * plan_.ld_d, plan_.d);
+      const auto blocks = [&](const auto& body) {
+        C* r = r_;
+        for (int64_t at = 0; at < n; at += plan_.key_block, r += QueryGradient<C>::ProductSize(plan_)) {
+          body(at, std::min(plan_.key_block, n - at), r);
         }
-      }
+      };
+      blocks([&](int64_t at, int64_t count, C* r) { query_.Scores(rows_ + at, count, r, di_ + at); });
+      chunk.losses[i - chunk.begin] = fill(s, i, ids_, slots_, n, di_);
+      blocks([&](int64_t at, int64_t count, C* r) { query_.Add(rows_ + at, count, r, di_ + at, sums_ + at); });
       query_.Store(out_.dq, out_.dw);
     }
   }
@@ -74,24 +69,73 @@ class SparseRows {
     return n;
   }
 
-  GemmOperand Gather(const SequencePair& s, int64_t at, int64_t count) {
-    const GemmOperand keys = plan_.Keys(s, 0, s.k_len);
-    GatherRows(keys, ids_ + at, count, gathered_);
-    return {gathered_, keys.dtype, count, plan_.d, plan_.d, 1};
-  }
-
   const IndexerPlan& plan_;
+  const KeyRows& keys_;
   const TensorView& indices_;
   const IndexerGradients& out_;
   QueryGradient<C> query_;
-  typename QueryGradient<C>::Work work_;
   int32_t* ids_;
   int32_t* slots_;
+  const void** rows_;
+  void** sums_;
   C* r_;
   C* di_;
-  void* gathered_;
-  C* packed_;
-  C* sums_;
+};
+
+// Probabilities of the attention's heads over some keys.
+template <typename C>
+class TeacherRow {
+ public:
+  TeacherRow(const IndexerPlan& plan, const IndexerTeacher& teacher, const std::vector<KeyRows>& keys, int64_t slots,
+             ScratchFrame& frame)
+      : plan_(plan), teacher_(teacher), keys_(keys), parts_(TeacherParts(teacher)) {
+    const int64_t width = plan.kernel.width;
+    const int64_t panels = CeilDiv(heads(), width);
+    for (const TeacherPart& part : parts_) {
+      forms_.push_back({heads(), part.d, plan.gemm.PanelStride(plan.gemm.nr, part.d)});
+      packed_.push_back(frame.Alloc<C>(forms_.back().Size(width)));
+    }
+    rows_ = frame.Alloc<const void*>(slots);
+    r_ = frame.Alloc<C>(panels * width * plan.key_block);
+    max_ = frame.Alloc<C>(panels * width);
+    inverse_ = frame.Alloc<C>(panels * width);
+    std::fill_n(max_, panels * width, C(0));
+    std::fill_n(inverse_, panels * width, C(0));
+  }
+
+  // p[0..n) for the keys `ids`.
+  void Fill(const SequencePair& s, int64_t row, const int32_t* ids, int64_t n, C* p) {
+    for (int64_t h = 0; h < heads(); ++h) Statistics(teacher_, s, row, h, max_ + h, inverse_ + h);
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const TensorView& x = *parts_[i].query;
+      const GemmOperand q{Element(x, s.batch, s.q_begin + row), x.dtype, heads(), x.size[3], x.stride[2], x.stride[3]};
+      plan_.gemm.pack_b({&q, 0, heads(), 0, x.size[3], forms_[i].panel, packed_[i]});
+    }
+    std::fill_n(p, n, C(0));
+    const int64_t panel = plan_.key_block * plan_.kernel.width;
+    for (int64_t at = 0; at < n; at += plan_.key_block) {
+      const int64_t count = std::min(plan_.key_block, n - at);
+      for (size_t i = 0; i < parts_.size(); ++i) {
+        PointToKeys(keys_[i], s, ids + at, count, rows_);
+        HeadProducts(plan_, forms_[i], packed_[i], rows_, count, r_, panel, i > 0);
+      }
+      plan_.kernel.panel_probabilities({r_, panel, heads(), count}, teacher_.scale, max_, inverse_, p + at);
+    }
+  }
+
+ private:
+  int64_t heads() const { return teacher_.query.size[2]; }
+
+  const IndexerPlan& plan_;
+  const IndexerTeacher& teacher_;
+  const std::vector<KeyRows>& keys_;
+  std::vector<TeacherPart> parts_;
+  std::vector<PackedHeads> forms_;
+  std::vector<C*> packed_;
+  const void** rows_;
+  C* r_;
+  C* max_;
+  C* inverse_;
 };
 
 void CheckIndices(const IndexerPlan& plan, const TensorView& indices) {
@@ -103,54 +147,47 @@ void CheckIndices(const IndexerPlan& plan, const TensorView& indices) {
 
 template <typename C>
 void Grad(const IndexerPlan& plan, const TensorView& dy, const TensorView& indices, const IndexerGradients& out) {
+  const KeyRows keys(plan.in.key, plan.compute);
   SumOverChunks<C>(plan, true, out.dk, [&](const RowChunk& chunk) {
     ScratchFrame frame;
-    SparseRows<C> rows(plan, indices, out, frame);
-    rows.Run(chunk, false,
-             [&](const SequencePair& s, int64_t i, const int32_t*, const int32_t* slots, int64_t n, C* di) {
-               ScratchFrame inner;
-               TensorView row = dy;
-               row.data = Element(dy, s.batch, s.q_begin + i);
-               row.rank = 1;
-               row.size[0] = dy.size[2];
-               row.stride[0] = dy.stride[2];
-               const C* wide = static_cast<const C*>(WidenAll(row, plan.compute, -0.0, inner));
-               for (int64_t j = 0; j < n; ++j) di[j] = wide[slots[j]];
-               return 0.0;
-             });
+    SparseRows<C> rows(plan, keys, indices, out, frame);
+    const auto fill = [&](const SequencePair& s, int64_t i, const int32_t*, const int32_t* slots, int64_t n, C* di) {
+      ScratchFrame inner;
+      TensorView row = dy;
+      row.data = Element(dy, s.batch, s.q_begin + i);
+      row.rank = 1;
+      row.size[0] = dy.size[2];
+      row.stride[0] = dy.stride[2];
+      const C* wide = static_cast<const C*>(WidenAll(row, plan.compute, -0.0, inner));
+      for (int64_t j = 0; j < n; ++j) di[j] = wide[slots[j]];
+      return 0.0;
+    };
+    rows.Run(chunk, false, fill);
   });
 }
 
 template <typename C>
 double Loss(const IndexerPlan& plan, const IndexerTeacher& teacher, const TensorView& indices,
             const IndexerGradients& out) {
-  const int64_t heads = teacher.query.size[2];
+  const KeyRows keys(plan.in.key, plan.compute);
+  std::vector<KeyRows> teacher_keys;
+  for (const TeacherPart& part : TeacherParts(teacher)) teacher_keys.emplace_back(*part.key, plan.compute);
   return SumOverChunks<C>(plan, false, out.dk, [&](const RowChunk& chunk) {
     ScratchFrame frame;
-    SparseRows<C> rows(plan, indices, out, frame);
-    TeacherTiles<C> tiles(plan, teacher, heads, frame);
-    C* query = frame.Alloc<C>(tiles.QuerySize());
-    C* max = frame.Alloc<C>(heads);
-    C* inverse = frame.Alloc<C>(heads);
+    SparseRows<C> rows(plan, keys, indices, out, frame);
+    TeacherRow<C> attention(plan, teacher, teacher_keys, plan.key_block, frame);
     C* p = frame.Alloc<C>(indices.size[2]);
-    rows.Run(chunk, true,
-             [&](const SequencePair& s, int64_t i, const int32_t* ids, const int32_t*, int64_t n, C* scores) {
-               for (int64_t h = 0; h < heads; ++h) tiles.Statistics(s, i, h, max + h, inverse + h);
-               tiles.PackHeads(s, i, query);
-               std::fill_n(p, n, C(0));
-               for (int64_t at = 0; at < n; at += plan.key_block) {
-                 const int64_t count = std::min(plan.key_block, n - at);
-                 tiles.GatherKeys(s, ids + at, count);
-                 tiles.Add(query, heads, count, max, inverse, p + at, 0);
-               }
-               double total = 0;
-               for (int64_t j = 0; j < n; ++j) total += static_cast<double>(p[j]);
-               const auto share = static_cast<C>(total == 0 ? 0.0 : 1.0 / total);
-               for (int64_t j = 0; j < n; ++j) p[j] *= share;
-               const double top = plan.kernel.max(scores, n, kLowestIndexScore);
-               const double sum = plan.kernel.exp_sum(scores, n, top);
-               return RowLoss(p, n, static_cast<C>(sum == 0 ? 0 : 1 / sum), scores);
-             });
+    const auto fill = [&](const SequencePair& s, int64_t i, const int32_t* ids, const int32_t*, int64_t n, C* scores) {
+      attention.Fill(s, i, ids, n, p);
+      double total = 0;
+      for (int64_t j = 0; j < n; ++j) total += static_cast<double>(p[j]);
+      const auto share = static_cast<C>(total == 0 ? 0.0 : 1.0 / total);
+      for (int64_t j = 0; j < n; ++j) p[j] *= share;
+      const double top = plan.kernel.max(scores, n, kLowestIndexScore);
+      const double sum = plan.kernel.exp_sum(scores, n, top);
+      return RowLoss(p, n, static_cast<C>(sum == 0 ? 0 : 1 / sum), scores);
+    };
+    rows.Run(chunk, true, fill);
   });
 }
 

@@ -5,7 +5,6 @@
 #include <limits>
 
 #include "base/check.h"
-#include "base/convert.h"
 #include "base/indices.h"
 #include "base/parallel.h"
 #include "base/widen.h"
@@ -65,13 +64,6 @@ SparseShape CheckSparseAttention(const char* op, const SparseAttentionInputs& in
   CheckShape(op, "softmax_max", max, {s.batch, s.kv_heads, s.queries, s.group}, s.compute);
   CheckShape(op, "softmax_sum", sum, {s.batch, s.kv_heads, s.queries, s.group}, s.compute);
   return s;
-}
-
-KeyRows::KeyRows(const TensorView& x, DType compute) : view_(x), bytes_(static_cast<int64_t>(SizeOf(compute))) {
-  if (x.dtype == compute && (x.stride[3] == 1 || x.size[3] <= 1)) return;
-  copy_ = HeapBuffer(x.numel() * bytes_);
-  view_ = Contiguous(copy_.data(), compute, {x.size[0], x.size[1], x.size[2], x.size[3]});
-  ConvertAll(x, view_);
 }
 
 SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, const SparseShape& checked)
