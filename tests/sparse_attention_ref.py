@@ -62,8 +62,8 @@ def sparse_attention(
     kv_heads = key.shape[2]
     group = heads // kv_heads
     size = value.shape[-1]
-    # Kept apart and stacked at the end, so that autograd sees every row.
-    zero = query.new_zeros(group, size)
+    # A part of the graph, for calls without a single slot.
+    zero = query.new_zeros(group, size) + 0 * query.sum()
     nothing = (
         zero.new_full((group,), LOWEST) if sinks is None else None,
         zero.new_zeros(group) if sinks is None else zero.new_ones(group),
@@ -102,7 +102,7 @@ def sparse_attention(
 
     if not queries or not batch:
         empty = query.new_zeros(batch, kv_heads, queries, group)
-        results = (query.new_zeros(batch, queries, heads, size), empty, empty)
+        results = (zero.sum() + query.new_zeros(batch, queries, heads, size), empty, empty)
     else:
         results = (gather(0).flatten(2, 3), gather(1).transpose(1, 2), gather(2).transpose(1, 2))
     return Result(*(x.squeeze(0) if packed else x for x in results))

@@ -40,16 +40,24 @@ def _terms(
     t: dict[str, Tensor], grads: list[Tensor], scale: float | None = None, causal: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """An error of a score moves all of its row; delta comes from the rounded output."""
-    q, k, v, dy = (x.transpose(1, 2) for x in (t["query"], t["key"], t["value"], grads[0]))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    query, key = t["query"], t["key"]
+    hidden = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).triu(1) if causal else None
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    return attention_terms(query, key, t["value"], grads[0], hidden, scale, dtype)
+
+
+def attention_terms(
+    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, hidden: Tensor | None, scale: float, dtype: torch.dtype
+) -> dict[str, Tensor]:  # fmt: skip
+    """An error of a score moves all of its row; delta comes from the rounded output. [B, S, N, D]; ``hidden``: a mask of
+    scores [B, N, S, S']."""
+    q, k, v, dy = (x.transpose(1, 2) for x in (query, key, value, dy))
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = scale * q @ k.mT
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    if hidden is not None:
         scores = scores.masked_fill(hidden, -torch.inf)
-    p = scores.softmax(-1)
+    p = scores.softmax(-1).nan_to_num(0.0)  # rows that see nothing
     size = abs(scale) * q.abs() @ k.abs().mT
     size = (size.amax(-1, keepdim=True) if k.shape[-2] else size.sum(-1, keepdim=True)) * q.shape[
         -1

@@ -18,6 +18,7 @@ from jumar.opinfo.attention import ATTENTION_COSTS
 from jumar.opinfo.cost_types import Arg, Cost, Formula, recorded, streams
 from jumar.opinfo.moe_costs import MOE_COSTS
 from jumar.opinfo.router_costs import ROUTER_COSTS
+from jumar.opinfo.sparse_attention import SPARSE_ATTENTION_COSTS
 
 #: Namespaces that hold jumar's operators, under the same names and schemas.
 FUSED = ("jumar", "npu")
@@ -156,6 +157,7 @@ COMPOSITES = (
     "npu_moe_gating_top_k",
     "npu_moe_gating_top_k_softmax_v2",
     "npu_fusion_attention_v2",
+    "npu_sparse_flash_attention",
 )
 
 #: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,
@@ -164,6 +166,7 @@ FUSED_COSTS: dict[str, Formula] = {
     **ATTENTION_COSTS,
     **MOE_COSTS,
     **ROUTER_COSTS,
+    **SPARSE_ATTENTION_COSTS,
     "npu_rms_norm": _rms_norm,
     "npu_rms_norm_backward": _rms_norm_backward,
     "npu_gemma_rms_norm": _rms_norm,

@@ -20,6 +20,7 @@ from jumar.opinfo import (
     moe_ffn,
     optimizers,
     routers,
+    sparse_attention,
 )
 from jumar.opinfo.spec import (
     MULTIPLIES,
@@ -162,6 +163,7 @@ OPERATORS: dict[str, OpInfo] = {
     for info in (
         *_TABLE,
         *attention.ENTRIES,
+        *sparse_attention.ENTRIES,
         *grouped.ENTRIES,
         *moe_ffn.ENTRIES,
         *moe.ENTRIES,
