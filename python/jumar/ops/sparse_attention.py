@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from jumar.ops._wiring import (
+    calls_operator,
     compute_dtype,
     define_composite,
-    forbid_autograd,
+    gradient,
     register_autocast,
     register_autograd,
     register_fake,
-    resolve,
 )
 
 _NAME = "npu_sparse_flash_attention"
@@ -25,6 +25,7 @@ _NAME = "npu_sparse_flash_attention"
 _UNBOUNDED = 9223372036854775807
 
 
+@calls_operator
 def npu_sparse_flash_attention(
     query: Tensor,
     key: Tensor,
@@ -53,13 +54,6 @@ def npu_sparse_flash_attention(
     Raises:
         RuntimeError: shapes, dtypes, lengths or ids do not fit, or an argument is not supported.
     """
-    return resolve(_NAME, query)(query, key, value, sparse_indices, scale_value, **options)
-
-
-def npu_sparse_flash_attention_grad(*args: Any, **options: Any) -> tuple[Tensor, ...]:
-    """(dq, dk, dv, dq_rope, dk_rope) from query, key, value, sparse_indices, d_out, out and the statistics of the
-    forward, scale_value and sparse_block_size; the rope gradients are [0] without ropes. Not differentiable."""
-    return resolve(f"{_NAME}_grad", args[0])(*args, **options)
 
 
 def _fake(
@@ -80,22 +74,23 @@ def _like(query: Tensor, x: Tensor | None) -> Tensor:
     return query.new_empty((0,)) if x is None else x.new_empty(x.shape)
 
 
-def _grad_fake(
-    query: Tensor, key: Tensor, value: Tensor, indices: Tensor, d_out: Tensor, out: Tensor, most: Tensor,
-    total: Tensor, scale: float, block: int, query_rope: Tensor | None = None, key_rope: Tensor | None = None, *_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    return tuple(_like(query, x) for x in (query, key, value, query_rope, key_rope))
+def _gradients(query: Tensor, *others: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(_like(query, x) for x in (query, *others))
 
 
-def _backward_fake(
-    query: Tensor, key: Tensor, value: Tensor, indices: Tensor, d_out: Tensor, out: Tensor, most: Tensor,
-    total: Tensor, scale: float, q_lengths: Any, k_lengths: Any, query_rope: Tensor | None, key_rope: Tensor | None,
-    sinks: Tensor | None, *_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    dsinks = query.new_empty((0,), dtype=compute_dtype(query.dtype)) if sinks is None else sinks
-    return *(_like(query, x) for x in (query, key, value, query_rope, key_rope)), _like(
-        query, dsinks
-    )
+npu_sparse_flash_attention_grad = gradient(
+    f"{_NAME}_grad",
+    lambda *args: _gradients(*args[:3], *args[10:12]),
+    """(dq, dk, dv, dq_rope, dk_rope) of :func:`npu_sparse_flash_attention`; those of the ropes are [0] without ropes.
+
+    Args:
+        d_out: gradient of ``out``. out, softmax_max, softmax_sum: of the forward with ``return_softmax_lse``.
+        actual_seq_qlen, actual_seq_kvlen: the lengths. layout: that of query and key.
+    """,
+)
+_sparse_attention_backward = gradient(
+    "sparse_attention_backward", lambda *args: _gradients(*args[:3], *args[11:14])
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -107,12 +102,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    grads: list[Tensor | None] = [None] * 13
-    if grad is None:
-        return tuple(grads)
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    grads: list[Tensor | None] = [None] * 10
     query, key, value, indices, out, most, total, *tensors = ctx.saved_tensors
-    results = torch.ops.jumar.sparse_attention_backward(
+    results = _sparse_attention_backward(
         query, key, value, indices, grad, out, most, total, ctx.scale, *tensors, *ctx.options
     )
     for at, result in zip((0, 1, 2, 7, 8, 9), results, strict=True):
@@ -152,11 +145,7 @@ def _composite(
 
 
 register_fake("sparse_attention", _fake)
-register_fake(f"{_NAME}_grad", _grad_fake)
-register_fake("sparse_attention_backward", _backward_fake)
 register_autograd("sparse_attention", _backward, _setup)
-forbid_autograd(f"{_NAME}_grad")
-forbid_autograd("sparse_attention_backward")
 # sinks stay in fp32.
 register_autocast("sparse_attention", keep=(9,))
 define_composite(

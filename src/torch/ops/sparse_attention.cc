@@ -65,7 +65,7 @@ Gradients Backward(const Tensor& query, const Call& call, const SparseFlashOptio
   const DType dtype = t.query.dtype;
   Gradients g{like(t.query, true, dtype),     like(t.key, true, dtype),
               like(t.value, true, dtype),     like(t.query_rope, ropes, dtype),
-              like(t.key_rope, ropes, dtype), like(t.sinks, need_sinks, call.compute)};
+              like(t.key_rope, ropes, dtype), like(t.sinks, need_sinks, need_sinks ? call.compute : dtype)};
   const auto view = [&](const char* name, const Tensor& x) { return attention.Tokens(name, View(kGrad, x)); };
   SparseAttentionGradients gradients{view("dq", g.dq), view("dk", g.dk), view("dv", g.dv), {}, {}, {}};
   if (ropes) {
