@@ -140,6 +140,7 @@ void DotRowsWith(const RowDots& x) {
   const int64_t width = Width<T>();
   const auto* rows = reinterpret_cast<const T* const*>(x.rows);
   T* panel = static_cast<T*>(x.panel);
+  const int64_t ld = x.ld == 0 ? width : x.ld;
   const bool two = 2 * x.lanes > width;
   const T* a[kRowsOfCall];
   const T* next[kRowsOfCall];
@@ -152,7 +153,7 @@ void DotRowsWith(const RowDots& x) {
       for (int64_t r = 0; r < count; ++r) {
         a[r] = rows[i + r] + k;
         next[r] = rows[std::min(i + kRowsOfCall + r, x.n - 1)] + k;
-        c[r] = panel + (i + r) * width;
+        c[r] = panel + (i + r) * ld;
       }
       (two ? DotsOf<true, T>(count) : DotsOf<false, T>(count))(a, b, width, kc, c, x.accumulate || k > 0, next);
     }
@@ -167,11 +168,12 @@ void SumRows(const RowSums& x) {
   // Lanes in groups of nearly one size: few accumulators do not fill the pipelines.
   const int64_t groups = (x.lanes + kRowsOfCall - 1) / kRowsOfCall;
   const int64_t tail = x.cols % width;
+  const int64_t ld = x.panel_ld == 0 ? width : x.panel_ld;
   HWY_ALIGN T edge[kRun * 2 * HWY_MAX_BYTES / sizeof(T)];
   const T* edge_rows[kRun];
   for (int64_t i = 0; i < x.n; i += kRun) {
     const int64_t run = std::min(kRun, x.n - i);
-    const T* panel = static_cast<const T*>(x.panel) + i * width;
+    const T* panel = static_cast<const T*>(x.panel) + i * ld;
     for (int64_t j = 0; j < x.cols; j += width) {
       const T* const* from = rows + i;
       int64_t col = j;
@@ -187,7 +189,7 @@ void SumRows(const RowSums& x) {
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t count = (x.lanes - lane) / (groups - g);
         const bool fetch = g == 0 && i + 2 * kRun <= x.n && from != edge_rows;
-        (fetch ? SumsOf<true, T>(count) : SumsOf<false, T>(count))(panel + lane, width, from, col, run,
+        (fetch ? SumsOf<true, T>(count) : SumsOf<false, T>(count))(panel + lane, ld, from, col, run,
                                                                    out + lane * x.ld + j, x.ld, x.accumulate || i > 0);
         lane += count;
       }
@@ -200,12 +202,13 @@ void UpdateRows(const RowUpdates& x) {
   const int64_t width = Width<T>();
   const auto* rows = reinterpret_cast<T* const*>(x.rows);
   const T* panel = static_cast<const T*>(x.panel);
+  const int64_t ld = x.ld == 0 ? width : x.ld;
   const T* a[kRowsOfCall];
   T* c[kRowsOfCall];
   for (int64_t i = 0; i < x.n; i += kRowsOfCall) {
     const int64_t count = std::min<int64_t>(kRowsOfCall, x.n - i);
     const auto kernel = DotsOf<true, T>(count);
-    for (int64_t r = 0; r < count; ++r) a[r] = panel + (i + r) * width;
+    for (int64_t r = 0; r < count; ++r) a[r] = panel + (i + r) * ld;
     const T* b = static_cast<const T*>(x.b);
     for (int64_t j = 0; j < x.cols; j += width, b += x.b_panel) {
       for (int64_t r = 0; r < count; ++r) {

@@ -1,5 +1,6 @@
 // Products with rows that lie anywhere in memory (keys and values picked by index), read where they are: no packing.
 // Panels are those of simd/panel.h and of packed B operands: element (i, lane) at i * width + lane, width = 2 vectors.
+// The panels of scores may be a part of longer rows: element (i, lane) at i * ld + lane, where ld is not 0.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,7 @@ struct RowDots {
   int64_t lanes;
   void* panel;
   bool accumulate;
+  int64_t ld = 0;  // of the panel; 0: width
 };
 
 // out[lane, j] (+)= sum over i < n of panel[i, lane] * rows[i][j], for lanes < `lanes` and j < cols. `out` has rows of
@@ -30,6 +32,7 @@ struct RowSums {
   void* out;
   int64_t ld;
   bool accumulate;
+  int64_t panel_ld = 0;  // 0: width
 };
 
 // rows[i][j] += sum over lane < lanes of panel[i, lane] * b[j / width][lane, j % width], for j < cols, a multiple of
@@ -42,6 +45,7 @@ struct RowUpdates {
   int64_t lanes;
   const void* b;
   int64_t b_panel;
+  int64_t ld = 0;  // of the panel; 0: width
 };
 
 struct RowProducts {

@@ -8,17 +8,18 @@ namespace jumar {
 namespace {
 
 constexpr int64_t kChunks = 32;  // of a sequence
-constexpr int64_t kChunkRows = 32;
+constexpr int64_t kChunkRows = 64;
 constexpr int64_t kSumKeys = 32;  // of a task that adds up chunks
 
 }  // namespace
 
 template <typename C>
-void HeadProducts(const IndexerPlan& plan, const PackedHeads& of, const C* packed, const void* const* rows, int64_t n,
-                  C* r, int64_t r_panel, bool accumulate) {
+void HeadProducts(const IndexerPlan& plan, const PackedHeads& of, const C* packed, const void* const* rows,
+                  const TurnedTile& r, bool accumulate) {
   const int64_t width = plan.kernel.width;
-  for (int64_t h = 0; h < of.heads; h += width, packed += of.panel, r += r_panel) {
-    plan.products.dots({rows, n, of.d, packed, std::min(width, of.heads - h), r, accumulate});
+  for (int64_t h = 0; h < of.heads; h += width, packed += of.panel) {
+    plan.products.dots(
+        {rows, r.n, of.d, packed, std::min(width, of.heads - h), static_cast<C*>(r.r) + h, accumulate, r.ld});
   }
 }
 
@@ -48,21 +49,17 @@ void QueryGradient<C>::Load(const SequencePair& s, int64_t row) {
 
 template <typename C>
 void QueryGradient<C>::Scores(const void* const* keys, int64_t n, C* r, C* scores) const {
-  const HeadPanels panels = Panels(r, n);
-  HeadProducts(plan_, form_, query_, keys, n, r, panels.panel, false);
-  plan_.kernel.panel_scores(panels, weights_, scores);
+  const TurnedTile tile = Tile(r, n);
+  HeadProducts(plan_, form_, query_, keys, tile, false);
+  plan_.kernel.turned_scores(tile, weights_, scores);
 }
 
 template <typename C>
 void QueryGradient<C>::Add(const void* const* keys, int64_t n, C* r, const C* di, void* const* dk) {
-  const HeadPanels panels = Panels(r, n);
-  const int64_t width = plan_.kernel.width;
-  plan_.kernel.score_gradient(panels, weights_, di, dw_);
-  for (int64_t h = 0; h < plan_.heads; h += width, r += panels.panel) {
-    const int64_t lanes = std::min(width, plan_.heads - h);
-    plan_.products.sums({keys, n, plan_.d, r, lanes, dq_ + h * plan_.ld_d, plan_.ld_d, true});
-    plan_.products.updates({dk, n, plan_.ld_d, r, lanes, across_ + h * width, across_panel_});
-  }
+  const TurnedTile tile = Tile(r, n);
+  plan_.kernel.score_gradient(tile, weights_, di, dw_);
+  plan_.products.sums({keys, n, plan_.d, r, plan_.heads, dq_, plan_.ld_d, true, tile.ld});
+  plan_.products.updates({dk, n, plan_.ld_d, r, plan_.heads, across_, across_panel_, tile.ld});
 }
 
 template <typename C>
@@ -129,10 +126,10 @@ double SumOverChunks(const IndexerPlan& plan, bool all_keys, const TensorView& d
   return loss;
 }
 
-template void HeadProducts(const IndexerPlan&, const PackedHeads&, const float*, const void* const*, int64_t, float*,
-                           int64_t, bool);
-template void HeadProducts(const IndexerPlan&, const PackedHeads&, const double*, const void* const*, int64_t, double*,
-                           int64_t, bool);
+template void HeadProducts(const IndexerPlan&, const PackedHeads&, const float*, const void* const*, const TurnedTile&,
+                           bool);
+template void HeadProducts(const IndexerPlan&, const PackedHeads&, const double*, const void* const*, const TurnedTile&,
+                           bool);
 template class QueryGradient<float>;
 template class QueryGradient<double>;
 template double SumOverChunks<float>(const IndexerPlan&, bool, const TensorView&,

@@ -18,10 +18,10 @@ struct PackedHeads {
   int64_t Size(int64_t width) const { return CeilDiv(heads, width) * panel; }
 };
 
-// r (+)= heads * rows, for n rows of d columns each. The panels of r are `r_panel` elements apart.
+// r (+)= heads * rows, for r.n rows of d columns each.
 template <typename C>
-void HeadProducts(const IndexerPlan& plan, const PackedHeads& of, const C* packed, const void* const* rows, int64_t n,
-                  C* r, int64_t r_panel, bool accumulate);
+void HeadProducts(const IndexerPlan& plan, const PackedHeads& of, const C* packed, const void* const* rows,
+                  const TurnedTile& r, bool accumulate);
 
 // One query's products with keys, at most plan.key_block at a time, and from them its gradients. Keys come in the same
 // order in every run.
@@ -30,7 +30,7 @@ class QueryGradient {
  public:
   QueryGradient(const IndexerPlan& plan, ScratchFrame& frame);
 
-  static int64_t ProductSize(const IndexerPlan& plan) { return plan.panels * plan.key_block * plan.kernel.width; }
+  static int64_t ProductSize(const IndexerPlan& plan) { return plan.panels * plan.kernel.width * plan.key_block; }
 
   void Load(const SequencePair& s, int64_t row);
   // Products r and scores of n keys.
@@ -41,7 +41,7 @@ class QueryGradient {
   void Store(const TensorView& dq, const TensorView& dw) const;
 
  private:
-  HeadPanels Panels(C* r, int64_t n) const { return {r, plan_.key_block * plan_.kernel.width, plan_.heads, n}; }
+  TurnedTile Tile(C* r, int64_t n) const { return {r, plan_.panels * plan_.kernel.width, plan_.heads, n}; }
 
   const IndexerPlan& plan_;
   PackedHeads form_;

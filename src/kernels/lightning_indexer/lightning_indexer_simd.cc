@@ -56,49 +56,46 @@ void TileScores(const void* r, int64_t ld, int64_t heads, int64_t n, const void*
   });
 }
 
-// body(panel, first head, v, mask): each vector of the heads, lanes behind the last head masked off.
+// body(column, first head, mask): each vector of the heads, lanes behind the last head masked off.
 template <class D, class Body>
-HWY_INLINE void ForEachHead(D d, const HeadPanels& r, const Body& body) {
-  using T = hn::TFromD<D>;
+HWY_INLINE void ForEachHead(D d, const TurnedTile& r, const Body& body) {
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
   for (int64_t h = 0; h < r.heads; h += lanes) {
-    T* panel = static_cast<T*>(r.r) + h / (2 * lanes) * r.panel + h % (2 * lanes);
-    body(panel, h, hn::FirstN(d, static_cast<size_t>(std::min(lanes, r.heads - h))));
+    body(static_cast<hn::TFromD<D>*>(r.r) + h, h, hn::FirstN(d, static_cast<size_t>(std::min(lanes, r.heads - h))));
   }
 }
 
 template <typename T>
-void PanelScores(const HeadPanels& r, const void* w, void* scores) {
+void TurnedScores(const TurnedTile& r, const void* w, void* scores) {
   const hn::ScalableTag<T> d;
   const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  const int64_t whole = r.heads / lanes;
-  const auto rest = hn::FirstN(d, static_cast<size_t>(r.heads - whole * lanes));
+  const int64_t whole = r.heads / lanes * lanes;
+  const auto rest = hn::FirstN(d, static_cast<size_t>(r.heads - whole));
   const T* weights = static_cast<const T*>(w);
+  const T* row = static_cast<const T*>(r.r);
   T* out = static_cast<T*>(scores);
-  for (int64_t j = 0; j < r.n; ++j) {
-    const T* row = static_cast<const T*>(r.r) + j * 2 * lanes;
+  for (int64_t j = 0; j < r.n; ++j, row += r.ld) {
+    const auto add = [&](int64_t h, auto sum) HWY_ATTR {
+      return hn::MulAdd(hn::LoadU(d, weights + h), ReluOf(d, hn::LoadU(d, row + h)), sum);
+    };
     auto even = hn::Zero(d), odd = hn::Zero(d);
-    int64_t v = 0;
-    for (; v + 2 <= whole; v += 2, row += r.panel) {
-      even = hn::MulAdd(hn::LoadU(d, weights + v * lanes), ReluOf(d, hn::LoadU(d, row)), even);
-      odd = hn::MulAdd(hn::LoadU(d, weights + (v + 1) * lanes), ReluOf(d, hn::LoadU(d, row + lanes)), odd);
+    int64_t h = 0;
+    for (; h + 2 * lanes <= whole; h += 2 * lanes) {
+      even = add(h, even);
+      odd = add(h + lanes, odd);
     }
-    if (v < whole) {
-      even = hn::MulAdd(hn::LoadU(d, weights + v * lanes), ReluOf(d, hn::LoadU(d, row)), even);
-      row += lanes;
-    }
-    if (whole * lanes < r.heads) {
-      const auto last = hn::IfThenElseZero(rest, ReluOf(d, hn::LoadU(d, row)));
-      odd = hn::MulAdd(hn::LoadU(d, weights + whole * lanes), last, odd);
+    if (h < whole) even = add(h, even);
+    if (whole < r.heads) {
+      const auto last = hn::IfThenElseZero(rest, ReluOf(d, hn::LoadU(d, row + whole)));
+      odd = hn::MulAdd(hn::LoadU(d, weights + whole), last, odd);
     }
     out[j] = hn::GetLane(hn::SumOfLanes(d, hn::Add(even, odd)));
   }
 }
 
 template <typename T>
-void ScoreGradient(const HeadPanels& r, const void* w, const void* di, void* dw) {
+void ScoreGradient(const TurnedTile& r, const void* w, const void* di, void* dw) {
   const hn::ScalableTag<T> d;
-  const auto step = static_cast<int64_t>(2 * hn::Lanes(d));
   const T* weights = static_cast<const T*>(w);
   const T* slopes = static_cast<const T*>(di);
   T* out = static_cast<T*>(dw);
@@ -107,9 +104,9 @@ void ScoreGradient(const HeadPanels& r, const void* w, const void* di, void* dw)
     const auto weight = hn::LoadU(d, weights + h);
     auto even = zero, odd = zero;
     const auto one = [&](int64_t j, auto sum) HWY_ATTR {
-      const auto score = hn::LoadU(d, x + j * step);
+      const auto score = hn::LoadU(d, x + j * r.ld);
       const auto slope = hn::Set(d, slopes[j]);
-      hn::StoreU(hn::IfThenElseZero(hn::Gt(score, zero), hn::Mul(weight, slope)), d, x + j * step);
+      hn::StoreU(hn::IfThenElseZero(hn::Gt(score, zero), hn::Mul(weight, slope)), d, x + j * r.ld);
       return hn::MulAdd(slope, ReluOf(d, score), sum);
     };
     int64_t j = 0;
@@ -124,9 +121,8 @@ void ScoreGradient(const HeadPanels& r, const void* w, const void* di, void* dw)
 }
 
 template <typename T>
-void PanelProbabilities(const HeadPanels& r, double scale, const void* max, const void* inverse, void* out) {
+void TurnedProbabilities(const TurnedTile& r, double scale, const void* max, const void* inverse, void* out) {
   const hn::ScalableTag<T> d;
-  const auto step = static_cast<int64_t>(2 * hn::Lanes(d));
   const auto factor = hn::Set(d, static_cast<T>(scale));
   T* p = static_cast<T*>(out);
   ForEachHead(d, r, [&](const T* x, int64_t h, auto valid) HWY_ATTR {
@@ -134,7 +130,7 @@ void PanelProbabilities(const HeadPanels& r, double scale, const void* max, cons
     const auto share = hn::LoadU(d, static_cast<const T*>(inverse) + h);
     const auto counts = hn::AndNot(hn::Eq(share, hn::Zero(d)), valid);
     for (int64_t j = 0; j < r.n; ++j) {
-      const auto e = hn::Mul(ExpOf(d, hn::MulSub(hn::LoadU(d, x + j * step), factor, shift)), share);
+      const auto e = hn::Mul(ExpOf(d, hn::MulSub(hn::LoadU(d, x + j * r.ld), factor, shift)), share);
       p[j] += hn::GetLane(hn::SumOfLanes(d, hn::IfThenElseZero(counts, e)));
     }
   });
@@ -234,10 +230,10 @@ IndexerKernel MakeKernel() {
   IndexerKernel kernel;
   kernel.width = static_cast<int64_t>(2 * hn::Lanes(hn::ScalableTag<T>()));
   kernel.tile_scores = &TileScores<T>;
-  kernel.panel_scores = &PanelScores<T>;
+  kernel.turned_scores = &TurnedScores<T>;
   kernel.score_gradient = &ScoreGradient<T>;
   kernel.tile_probabilities = &TileProbabilities<T>;
-  kernel.panel_probabilities = &PanelProbabilities<T>;
+  kernel.turned_probabilities = &TurnedProbabilities<T>;
   kernel.max = &Max<T>;
   kernel.exp_sum = &ExpSum<T>;
   kernel.add = &AddAll<T>;

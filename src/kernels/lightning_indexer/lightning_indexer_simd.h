@@ -21,11 +21,11 @@ struct ProbabilityTile {
   int64_t out_stride;
 };
 
-// Products of heads with n keys: head h and key j at r[h / width * panel + j * width + h % width]. Vectors of
-// statistics and weights are padded to whole panels, with zeros.
-struct HeadPanels {
+// Products of heads with n keys: head h and key j at r[j * ld + h]. Rows are whole panels; weights and statistics of
+// heads are padded likewise, with zeros.
+struct TurnedTile {
   void* r;
-  int64_t panel;
+  int64_t ld;
   int64_t heads;
   int64_t n;
 };
@@ -34,13 +34,13 @@ struct IndexerKernel {
   int64_t width;  // of a panel
   // scores[j] = sum over h of w[h] * max(r[h * ld + j], 0)
   void (*tile_scores)(const void* r, int64_t ld, int64_t heads, int64_t n, const void* w, void* scores);
-  // The same of panels.
-  void (*panel_scores)(const HeadPanels& r, const void* w, void* scores);
+  // The same of a turned tile.
+  void (*turned_scores)(const TurnedTile& r, const void* w, void* scores);
   // r becomes w[h] * di[j] where r > 0, else 0;  dw[h] += sum over j of di[j] * max(r, 0)
-  void (*score_gradient)(const HeadPanels& r, const void* w, const void* di, void* dw);
+  void (*score_gradient)(const TurnedTile& r, const void* w, const void* di, void* dw);
   void (*tile_probabilities)(const ProbabilityTile& tile);
   // out[j] += sum over heads of exp(scale * r - max[h]) * inverse[h]. Heads whose inverse is 0 are skipped.
-  void (*panel_probabilities)(const HeadPanels& r, double scale, const void* max, const void* inverse, void* out);
+  void (*turned_probabilities)(const TurnedTile& r, double scale, const void* max, const void* inverse, void* out);
   // The largest of x and `start`; a NaN may be passed over.
   double (*max)(const void* x, int64_t n, double start);
   // x becomes exp(x - max); returns the sum.

@@ -89,18 +89,17 @@ class TeacherRow {
   TeacherRow(const IndexerPlan& plan, const IndexerTeacher& teacher, const std::vector<KeyRows>& keys, int64_t slots,
              ScratchFrame& frame)
       : plan_(plan), teacher_(teacher), keys_(keys), parts_(TeacherParts(teacher)) {
-    const int64_t width = plan.kernel.width;
-    const int64_t panels = CeilDiv(heads(), width);
+    const int64_t padded = RoundUp(heads(), plan.kernel.width);
     for (const TeacherPart& part : parts_) {
       forms_.push_back({heads(), part.d, plan.gemm.PanelStride(plan.gemm.nr, part.d)});
-      packed_.push_back(frame.Alloc<C>(forms_.back().Size(width)));
+      packed_.push_back(frame.Alloc<C>(forms_.back().Size(plan.kernel.width)));
     }
     rows_ = frame.Alloc<const void*>(slots);
-    r_ = frame.Alloc<C>(panels * width * plan.key_block);
-    max_ = frame.Alloc<C>(panels * width);
-    inverse_ = frame.Alloc<C>(panels * width);
-    std::fill_n(max_, panels * width, C(0));
-    std::fill_n(inverse_, panels * width, C(0));
+    r_ = frame.Alloc<C>(padded * plan.key_block);
+    max_ = frame.Alloc<C>(padded);
+    inverse_ = frame.Alloc<C>(padded);
+    std::fill_n(max_, padded, C(0));
+    std::fill_n(inverse_, padded, C(0));
   }
 
   // p[0..n) for the keys `ids`.
@@ -112,14 +111,15 @@ class TeacherRow {
       plan_.gemm.pack_b({&q, 0, heads(), 0, x.size[3], forms_[i].panel, packed_[i]});
     }
     std::fill_n(p, n, C(0));
-    const int64_t panel = plan_.key_block * plan_.kernel.width;
+    const int64_t ld = RoundUp(heads(), plan_.kernel.width);
     for (int64_t at = 0; at < n; at += plan_.key_block) {
       const int64_t count = std::min(plan_.key_block, n - at);
+      const TurnedTile tile{r_, ld, heads(), count};
       for (size_t i = 0; i < parts_.size(); ++i) {
         PointToKeys(keys_[i], s, ids + at, count, rows_);
-        HeadProducts(plan_, forms_[i], packed_[i], rows_, count, r_, panel, i > 0);
+        HeadProducts(plan_, forms_[i], packed_[i], rows_, tile, i > 0);
       }
-      plan_.kernel.panel_probabilities({r_, panel, heads(), count}, teacher_.scale, max_, inverse_, p + at);
+      plan_.kernel.turned_probabilities(tile, teacher_.scale, max_, inverse_, p + at);
     }
   }
 
