@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from jumar._load import NAMESPACES
 
@@ -67,9 +68,37 @@ def register_autograd(
     ``backward`` may leave out trailing arguments that have no gradient; it is not called where no gradient comes.
     """
     for namespace, _ in _overloads(name):
-        torch.library.register_autograd(
-            f"{namespace}::{name}", _complete(backward), setup_context=setup_context
-        )
+        _register_autograd(namespace, name, _complete(backward), setup_context)
+
+
+def _register_autograd(
+    namespace: str, name: str, backward: Callable[..., Any], setup: Callable[..., None]
+) -> None:
+    library = _ReverseMode(namespace, "IMPL")
+    _libraries.append(library)
+    torch.library.register_autograd(
+        f"{namespace}::{name}", backward, setup_context=setup, lib=library
+    )
+
+
+class _ReverseMode(torch.library.Library):
+    """The autograd kernels that it registers refuse tangents, which torch's own drop in silence."""
+
+    def impl(self, op_name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        def kernel(keyset: Any, *inputs: Any, **named: Any) -> Any:
+            _refuse_tangents(op_name, inputs)
+            return fn(keyset, *inputs, **named)
+
+        super().impl(op_name, kernel, *args, **kwargs)
+
+
+def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
+    if forward_ad._current_level < 0:
+        return
+    lists = [a if isinstance(a, list | tuple) else [a] for a in args]
+    tensors = [t for values in lists for t in values if isinstance(t, torch.Tensor)]
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(f"{name}: forward-mode differentiation is not implemented")
 
 
 def _complete(backward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -103,10 +132,11 @@ def forbid_autograd(name: str) -> None:
         if any(a.kwarg_only and "Tensor" in str(a.type) for a in op._schema.arguments):
             _forbid_by_kernel(namespace, op, backward)
         else:
-            torch.library.register_autograd(
-                f"{namespace}::{name}",
+            _register_autograd(
+                namespace,
+                name,
                 backward,
-                setup_context=lambda ctx, inputs, output, keyword_only_inputs=None: None,
+                lambda ctx, inputs, output, keyword_only_inputs=None: None,
             )
 
 
@@ -118,7 +148,11 @@ def _forbid_by_kernel(namespace: str, op: Any, backward: Callable[..., Any]) -> 
 
     Forbidden.backward = staticmethod(backward)
 
+    name = op._schema.name.split("::")[1]
+
     def autograd(*args: Any, **kwargs: Any) -> Any:
+        _refuse_tangents(name, (*args, *kwargs.values()))
+
         def call() -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 return op(*args, **kwargs)
@@ -128,7 +162,7 @@ def _forbid_by_kernel(namespace: str, op: Any, backward: Callable[..., Any]) -> 
         return Forbidden.apply(call, *tensors) if wanted else call()
 
     _libraries.append(torch.library.Library(namespace, "IMPL"))
-    _libraries[-1].impl(op._schema.name.split("::")[1], autograd, "Autograd")
+    _libraries[-1].impl(name, autograd, "Autograd")
 
 
 def register_autocast(name: str, keep: Container[int] = ()) -> None:
@@ -166,6 +200,7 @@ def register_in_place(name: str, written: tuple[int, ...]) -> None:
     op = getattr(torch.ops.jumar, name).default
 
     def kernel(keyset: Any, *args: Any) -> None:
+        _refuse_tangents(name, args)
         tensors = [
             t for at in written for t in (args[at] if isinstance(args[at], list) else [args[at]])
         ]
