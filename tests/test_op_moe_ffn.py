@@ -101,6 +101,15 @@ def test_routing_extremes():
     assert ops.moe_ffn(hidden[:0], ids[:0], probs[:0], gate, down, up).shape == (0, H)
 
 
+def test_without_probs_every_slot_weighs_one():
+    hidden, ids, probs, gate, up, down, _ = data()
+    expected = ops.moe_ffn(hidden, ids, torch.ones_like(probs), gate, down, up)
+    assert torch.equal(ops.moe_ffn(hidden, ids, None, gate, down, up), expected)
+    hidden.requires_grad_()
+    ops.moe_ffn(hidden, ids, None, gate, down, up).sum().backward()
+    assert hidden.grad.abs().sum() > 0
+
+
 def test_sums_over_experts_in_fp32():
     """256 + 7 * 1 rounds once, to 264; added one by one in bf16 each 1 would be lost."""
     gate = torch.ones(8, 1, 1).bfloat16()

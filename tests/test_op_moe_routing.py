@@ -248,9 +248,9 @@ def test_re_routing_errors():
             {},
             "The dims of input expert_token_num_per_rank should be 2 dimensional",
         ),
-        ((tokens[:5], counts), {}, "adds up to more than the 5 rows"),
+        ((tokens[:5], counts), {}, "adds up to 6, but tokens has 5 rows"),
         ((torch.randn(7, 2), counts), {}, "adds up to 6, but tokens has 7 rows"),
-        ((tokens, counts * 2**61), {}, "adds up to more than the 6 rows"),
+        ((tokens, counts * 2**61), {}, "adds up to at least 9223372036854775807, but tokens has 6 rows"),
         (
             (tokens, counts - 2),
             {},

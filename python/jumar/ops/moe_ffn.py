@@ -22,7 +22,7 @@ _Weights = Tensor | Sequence[Tensor]
 def moe_ffn(
     hidden: Tensor,
     ids: Tensor,
-    probs: Tensor,
+    probs: Tensor | None,
     gate_up: _Weights,
     down: _Weights,
     up: _Weights | None = None,
@@ -32,7 +32,7 @@ def moe_ffn(
     Args:
         hidden: [T, H], fp32, bf16, fp16 or fp64, any strides.
         ids: [T, K] int64 or int32, experts in [0, E); E itself is no expert: the slot contributes nothing.
-        probs: [T, K], any floating dtype.
+        probs: [T, K], any floating dtype; None: every slot weighs 1.
         gate_up: [E, H, 2 * I], gate first, or E matrices; any strides, so that a parameter [E, 2 * I, H] goes in as
             ``transpose(1, 2)``. With ``up`` it is gate alone, [E, H, I].
         down: [E, I, H], or E matrices.
@@ -45,6 +45,8 @@ def moe_ffn(
     Raises:
         RuntimeError: sizes or dtypes do not fit, or an id is out of range.
     """
+    if probs is None:
+        probs = hidden.new_ones(ids.shape)
     gate_ups, downs, ups = (_list(w) for w in (gate_up, down, up))
     save = torch.is_grad_enabled() and any(
         t.requires_grad for t in (hidden, probs, *gate_ups, *downs, *ups)

@@ -31,14 +31,15 @@ void ReRouting(const char* op, const TensorView& tokens, const TensorView& count
   const std::vector<int64_t> sizes =
       ReadIndices(op, "expert_token_num_per_rank", counts, 0, std::numeric_limits<int64_t>::max());
   // begin[rank][expert] of the blocks as they come; saturating, so that no sum wraps.
+  constexpr int64_t kMost = std::numeric_limits<int64_t>::max();
   std::vector<int64_t> begin;
   int64_t sum = 0;
   for (const int64_t size : sizes) {
     begin.push_back(sum);
-    sum = size > all - sum ? all + 1 : sum + size;
-    JUMAR_CHECK(op, sum <= all, "expert_token_num_per_rank adds up to more than the ", all, " rows of tokens");
+    sum = size > kMost - sum ? kMost : sum + size;
   }
-  JUMAR_CHECK(op, sum == all, "expert_token_num_per_rank adds up to ", sum, ", but tokens has ", all, " rows");
+  JUMAR_CHECK(op, sum == all, "expert_token_num_per_rank adds up to ", sum < kMost ? "" : "at least ", sum,
+              ", but tokens has ", all, " rows");
   std::vector<int32_t> row_of(static_cast<size_t>(all));  // source -> result
   Cells cells;
   for (int64_t e = 0; e < experts; ++e) {

@@ -227,7 +227,7 @@ TEST(ReRouting, BlocksByExpert) {
   Buffer nine(DType::kF32, {9, 3});
   ExpectError(
       [&] { ReRouting(kOp, nine.view(), counts.view(), nullptr, nine.view(), nullptr, index.view(), totals.view()); },
-      kOp, "adds up to more than the 9 rows");
+      kOp, "adds up to 10, but tokens has 9 rows");
 }
 
 }  // namespace
