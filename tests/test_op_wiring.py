@@ -1,52 +1,76 @@
-"""What torch is told about every operator of the table alike."""
+"""The functions of jumar.ops against the schemas that they call."""
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
-from torch.autograd import forward_ad
 
-from jumar.opinfo import OPERATORS
-from jumar.opinfo.spec import each, flat
+from jumar import ops
+from jumar.ops import _wiring
 
-REGISTERED = [info for info in OPERATORS.values() if info.registered]
-
-
-def dual(tensor):
-    if not tensor.is_floating_point():
-        return tensor
-    return forward_ad.make_dual(tensor, torch.ones_like(tensor))
+DECLARED = [f for f in map(vars(ops).get, ops.__all__) if hasattr(f, "__wrapped__")]
 
 
-def first_case(info):
-    dtype = info.dtypes[0]
-    return next(c for c in info.cases(dtype, 0) if all(t.numel() for t in flat(c.grads)))
+@pytest.mark.parametrize("function", DECLARED, ids=lambda f: f.__name__)
+def test_signatures_are_the_schemas(function):
+    schema = getattr(torch.ops.jumar, function.__name__).default._schema
+    arguments = {a.name: a for a in schema.arguments}
+    parameters = inspect.signature(function).parameters
+    assert len(DECLARED) > 15
+    for p in parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            continue
+        argument = arguments.pop(p.name)
+        assert argument.kwarg_only == (p.kind is p.KEYWORD_ONLY)
+        assert argument.has_default_value() == (p.default is not p.empty)
+        if argument.has_default_value():
+            assert argument.default_value == p.default, p.name
+    # what is left goes in by name, through **options
+    assert not arguments or "options" in parameters or "rest" in parameters
+    order = [a.name for a in schema.arguments if not a.kwarg_only]
+    assert order == [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
-@pytest.mark.parametrize("info", REGISTERED, ids=lambda info: info.name)
-def test_a_tangent_is_refused_by_name(info):
-    """torch has no forward mode for custom operators, and loses a tangent in silence."""
-    case = first_case(info)
-    with forward_ad.dual_level():
-        leaves = {n: each(dual, v) for n, v in info.arguments(case.tensors).items()}
-        with pytest.raises(RuntimeError, match=r"^\w+: forward-mode differentiation is not impl"):
-            info.fused(*leaves.values(), **case.options)
-        if info.differentiable:
-            leaves = info.arguments(case.tensors, grads=True)
-            wanted = [t for v in leaves.values() for t in flat(v) if t.requires_grad]
-            outputs = info.carrying(info.fused(*leaves.values(), **case.options))
-            message = r"^\w+(grad|backward|grad_v2)\w*: forward-mode differentiation is not impl"
-            with pytest.raises(RuntimeError, match=message) as error:
-                torch.autograd.grad(outputs, wanted, [dual(g) for g in case.grads])
-            assert hasattr(torch.ops.jumar, str(error.value).split(":")[0])
+def test_gradients_take_their_arguments_from_the_schema():
+    x, gamma = torch.randn(3, 8), torch.randn(8)
+    y, rstd = ops.npu_rms_norm(x, gamma)
+    right = ops.npu_rms_norm_backward(y, x, gamma, rstd)
+    named = ops.npu_rms_norm_backward(y, rstd=rstd, gamma=gamma, input=x)
+    assert all(map(torch.equal, named, right))
+    assert str(inspect.signature(ops.npu_swiglu_backward)) == "(grad_output, input, dim=-1)"
+    assert "Gradient of" in ops.npu_swiglu_backward.__doc__
+    with pytest.raises(TypeError, match="rstd"):
+        ops.npu_rms_norm_backward(y, x, gamma)
 
 
-def test_jvp_is_refused_and_levels_without_tangents_are_not():
-    def norm(x):
-        return torch.ops.jumar.npu_rms_norm(x, torch.ones(4), 1e-6)[0]
+def test_arguments_by_name_in_any_order():
+    x, gamma = torch.randn(3, 8), torch.randn(8)
+    want = ops.npu_rms_norm(x, gamma, 1e-6)[0]
+    assert torch.equal(ops.npu_rms_norm(gamma=gamma, input=x)[0], want)
+    tokens, ids = torch.randn(2, 3), torch.tensor([[0, 1], [1, 0]])
+    permuted, rows = ops.npu_moe_token_permute(tokens, padded_mode=False, indices=ids)
+    back = ops.npu_moe_token_unpermute(permuted, rows, restore_shape=None)
+    assert torch.equal(back, tokens.repeat_interleave(2, 0))
+    for wrong in ({}, {"gama": gamma}, {"gamma": gamma, "epsilon": 1e-6, "eps": 1e-6}):
+        with pytest.raises(TypeError, match="npu_rms_norm"):
+            ops.npu_rms_norm(x, **wrong)
 
-    x = torch.ones(2, 4)
-    with pytest.raises(RuntimeError, match="npu_rms_norm: forward-mode"):
-        torch.func.jvp(norm, (x,), (x,))
-    with forward_ad.dual_level():
-        assert torch.equal(norm(x), norm(x.clone().requires_grad_()))
+
+def test_a_tensor_of_the_card_goes_to_the_cards_operator(monkeypatch):
+    calls = []
+
+    class Vendor:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: calls.append((name, args, kwargs))
+
+    monkeypatch.setattr(_wiring, "on_card", lambda first: True)
+    monkeypatch.setattr(torch.ops, "npu", Vendor())
+    x, gamma = torch.empty(2, 4, device="meta"), torch.empty(4, device="meta")
+    ops.npu_rms_norm(gamma=gamma, input=x)
+    assert calls.pop() == ("npu_rms_norm", (x, gamma, 1e-6), {})
+    ops.npu_moe_gating_top_k_softmax_v2(x, k=2)
+    assert calls.pop() == ("npu_moe_gating_top_k_softmax_v2", (x,), {"k": 2})
+    ops.npu_grouped_matmul([x], [gamma], group_type=0)
+    assert calls.pop() == ("npu_grouped_matmul", ([x], [gamma]), {"group_type": 0})
