@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import jumar
 from jumar._load import NAMESPACES
 
 FLOAT_DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -107,6 +108,7 @@ def check_threads(f: Callable[[], Sequence[Tensor]]) -> None:
     try:
         for count in (1, 2, 3):
             torch.set_num_threads(count)
+            assert jumar.num_threads() == count
             results.append(f())
     finally:
         torch.set_num_threads(threads)

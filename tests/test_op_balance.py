@@ -11,7 +11,7 @@ from torch.autograd import gradcheck
 from torch.library import opcheck
 
 from jumar import compat, ops
-from op_util import FLOAT_DTYPES, assert_ulp, check_retain_graph, strided_views
+from op_util import FLOAT_DTYPES, assert_ulp, strided_views
 
 
 def distinct(rows, experts, dtype=torch.float64, seed=0):
@@ -75,10 +75,6 @@ def test_load_balance_gradients_and_registration():
         ops.load_balance_loss([layers[0], layers[1].detach()], 8, 3), layers[0]
     )
     assert torch.equal(dx, torch.autograd.grad(ops.load_balance_loss(layers, 8, 3), layers)[0])
-    check_retain_graph(lambda x: ops.load_balance_loss(x, 8, 2), layers[0].detach())
-    (dx,) = torch.autograd.grad(ops.load_balance_loss(layers, 8, 3), layers[:1], create_graph=True)
-    with pytest.raises(RuntimeError, match="load_balance_loss_backward: not differentiable"):
-        dx.sum().backward()
     for view in strided_views(layers[0].detach()).values():
         assert ops.load_balance_loss(view, 8, 2) == ops.load_balance_loss(layers[0], 8, 2)
 
@@ -129,10 +125,6 @@ def test_z_loss(dtype):
     opcheck(torch.ops.jumar.router_z_loss_backward.default, (loss.detach(), x.detach()))
     if dtype == torch.float64:
         assert gradcheck(ops.router_z_loss, (x[:1, :2].detach().requires_grad_(),))
-        check_retain_graph(ops.router_z_loss, x.detach())
-    (dx,) = torch.autograd.grad(ops.router_z_loss(x), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="router_z_loss_backward: not differentiable"):
-        dx.sum().backward()
     with pytest.raises(RuntimeError, match="router_z_loss: .*got int64"):
         ops.router_z_loss(x.long())
 

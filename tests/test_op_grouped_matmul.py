@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 import jumar
 from jumar import ops
-from op_util import FLOAT_DTYPES, assert_ulp, check_retain_graph, signed, strided_views
+from op_util import FLOAT_DTYPES, assert_ulp, signed, strided_views
 
 jm = torch.ops.jumar
 
@@ -194,16 +194,6 @@ def test_only_needed_gradients_are_computed():
     assert jumar.call_counts() == {"grouped_matmul_list_dgrad": 1}
 
 
-def test_retain_graph():
-    groups = ends(SIZES)
-    check_retain_graph(
-        lambda x, w, b: ops.grouped_matmul(x, w, groups, b),
-        torch.randn(26, 4),
-        torch.randn(5, 4, 6),
-        torch.randn(5, 6),
-    )
-
-
 def test_autocast_casts_like_linear():
     x, w = torch.randn(26, 4), torch.randn(5, 4, 6, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -224,28 +214,6 @@ def test_compile_runs_the_operators():
     a, b = x.detach().requires_grad_(), w.detach().requires_grad_()
     ops.grouped_matmul(a, b, groups).relu().sum().backward()
     torch.testing.assert_close(w.grad, b.grad)
-
-
-def test_same_bits_for_every_thread_count():
-    threads = torch.get_num_threads()
-    sizes = [130, 0, 700, 1]
-    x, w, g = (torch.randn(831, 257).bfloat16(), torch.randn(4, 257, 90).bfloat16(), torch.randn(831, 90).bfloat16())
-    results = []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
-            groups = ends(sizes)
-            results.append(
-                (
-                    jm.grouped_matmul(x, w, groups),
-                    jm.grouped_matmul_dgrad(g, w, groups),
-                    jm.grouped_matmul_wgrad(x, g, groups),
-                )
-            )
-    finally:
-        torch.set_num_threads(threads)
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_errors_name_the_operator_and_the_value():

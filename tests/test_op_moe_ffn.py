@@ -10,7 +10,7 @@ from torch.library import opcheck
 
 import jumar
 from jumar import ops
-from op_util import FLOAT_DTYPES, assert_ulp, check_retain_graph
+from op_util import FLOAT_DTYPES, assert_ulp
 
 T, K, E, H, N = 23, 3, 5, 16, 12
 
@@ -148,17 +148,14 @@ def test_only_what_is_needed():
     with torch.no_grad():
         assert torch.equal(ops.moe_ffn(hidden, ids, probs, gate, down, up), y)
     jumar.reset_call_counts()
-    (dx,) = torch.autograd.grad(ops.moe_ffn(hidden, ids, probs, gate, down, up).square().sum(), hidden, create_graph=True)
+    torch.autograd.grad(ops.moe_ffn(hidden, ids, probs, gate, down, up).square().sum(), hidden)
     assert jumar.call_counts() == {"moe_ffn": 1, "moe_ffn_backward": 1}
-    with pytest.raises(RuntimeError, match="moe_ffn_backward: not differentiable"):
-        dx.sum().backward()
     with pytest.raises(RuntimeError, match="moe_ffn: called with save=False"):
         torch.ops.jumar.moe_ffn(hidden, ids, probs, [gate], [down], [up], False)[0].sum().backward()
 
 
-def test_retain_graph_autocast_compile():
+def test_autocast_compile():
     hidden, ids, probs, gate, up, down, _ = data()
-    check_retain_graph(lambda x, p, *w: ops.moe_ffn(x, ids, p, *w), hidden, probs, gate, down, up)
     with torch.autocast("cpu", torch.bfloat16):
         y = ops.moe_ffn(hidden, ids, probs, gate, down, up)
     expected = ops.moe_ffn(*(hidden.bfloat16(), ids, probs, gate.bfloat16(), down.bfloat16(), up.bfloat16()))

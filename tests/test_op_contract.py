@@ -1,0 +1,62 @@
+"""What every entry of the operator table promises beside its numbers, which tests/test_verify.py compares with fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jumar.bench import Job, read_shapes
+from jumar.opinfo import OPERATORS, dtype_name, flat
+from op_util import check_threads
+
+REGISTERED = [info for info in OPERATORS.values() if info.registered]
+#: Whose gradients have gradients.
+TWICE = ("npu_grouped_matmul",)
+
+
+def _job(info, dtype, shape):
+    job = Job(info, dtype, shape, read_shapes(info.shapes_file)[shape])
+    tensors = job.tensors()
+    return tensors, job.grads(tensors)
+
+
+def _run(info, tensors):
+    """(arguments that have gradients, all results, those that carry gradients)"""
+    leaves = info.arguments(tensors, grads=True)
+    wanted = [t for value in leaves.values() for t in flat(value) if t.requires_grad]
+    results = info.fused(*leaves.values())
+    return wanted, [t for value in results for t in flat(value)], info.carrying(results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+@pytest.mark.parametrize("info", REGISTERED, ids=lambda info: info.name)
+def test_same_bits_for_every_thread_count(info, dtype):
+    tensors, grads = _job(info, dtype, "odd")
+
+    def results():
+        wanted, every, roots = _run(info, tensors)
+        return [*every, *(torch.autograd.grad(roots, wanted, grads) if wanted else ())]
+
+    check_threads(results)
+
+
+@pytest.mark.parametrize("info", [i for i in REGISTERED if i.differentiable], ids=lambda info: info.name)
+def test_gradients_add_up_and_write_nothing(info):
+    tensors, grads = _job(info, torch.float32, "small")
+    before = [t.clone() for value in (*tensors.values(), grads) for t in flat(value)]
+    wanted, _, roots = _run(info, tensors)
+    torch.autograd.backward(roots, grads, retain_graph=True)
+    first = [leaf.grad.clone() for leaf in wanted]
+    torch.autograd.backward(roots, grads)
+    assert all(torch.equal(leaf.grad, g + g) for leaf, g in zip(wanted, first, strict=True))
+    after = [t for value in (*tensors.values(), grads) for t in flat(value)]
+    assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("info", [i for i in REGISTERED if i.differentiable and i.name not in TWICE], ids=lambda i: i.name)
+def test_double_backward_raises_by_name(info):
+    tensors, grads = _job(info, torch.float32, "small")
+    wanted, _, roots = _run(info, tensors)
+    found = torch.autograd.grad(roots, wanted, [g.requires_grad_() for g in grads], create_graph=True)
+    with pytest.raises(RuntimeError, match=f"({'|'.join(info.backward)}): not differentiable"):
+        sum(gradient.double().sum() for gradient in found).backward()
