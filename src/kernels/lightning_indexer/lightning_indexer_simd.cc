@@ -211,7 +211,12 @@ int64_t Append(const void* x, int64_t n, int64_t first, double threshold, bool a
   Id* numbers = static_cast<Id*>(ids);
   const auto low = hn::Set(d, static_cast<T>(threshold));
   int64_t count = 0;
-  for (int64_t i = 0; i < n; i += lanes) {
+  int64_t i = 0;
+  for (; all && i + lanes <= n; i += lanes, count += lanes) {
+    hn::StoreU(hn::LoadU(d, p + i), d, kept + i);
+    hn::StoreU(hn::Iota(di, static_cast<Id>(first + i)), di, numbers + i);
+  }
+  for (; i < n; i += lanes) {
     const int64_t have = std::min(lanes, n - i);
     const auto v = have == lanes ? hn::LoadU(d, p + i) : LoadWideN(d, p + i, static_cast<size_t>(have));
     auto wanted = hn::FirstN(d, static_cast<size_t>(have));

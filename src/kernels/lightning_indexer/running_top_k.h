@@ -41,7 +41,7 @@ class RunningTopK {
   struct Scratch {
     Scratch(ScratchFrame& frame, const Limits& limits)
         : choices(frame.Alloc<Choice>(2 * limits.k)),
-          keys(frame.Alloc<Key>(limits.room)),
+          keys(frame.Alloc<Key>(2 * limits.room + 1)),
           counts(frame.Alloc<int32_t>(kBins)) {}
     Choice* choices;
     Key* keys;
@@ -79,9 +79,9 @@ class RunningTopK {
 
   // Ordered as the numbers are: both zeros alike, NaN above all.
   static Key KeyOf(C x) {
-    if (std::isnan(x)) return ~Key{0};
     const Key bits = std::bit_cast<Key>(x + C(0));
-    return (bits & kSign) != 0 ? ~bits : bits | kSign;
+    const Key key = bits ^ (static_cast<Key>(static_cast<Id>(bits) >> (kBits - 1)) | kSign);
+    return std::isnan(x) ? ~Key{0} : key;
   }
   static C ScoreOf(Key key) {
     if (key == ~Key{0}) return std::numeric_limits<C>::quiet_NaN();
@@ -91,31 +91,31 @@ class RunningTopK {
   // Keeps the k best, in order of position.
   void Prune(const Scratch& scratch) {
     int32_t* counts = scratch.counts;
+    Key* keys = scratch.keys;
     std::fill_n(counts, kBins, 0);
-    for (int64_t i = 0; i < count_; ++i) ++counts[KeyOf(scores_[i]) >> (kBits - kDigit)];
+    for (int64_t i = 0; i < count_; ++i) keys[i] = KeyOf(scores_[i]);
+    for (int64_t i = 0; i < count_; ++i) ++counts[keys[i] >> (kBits - kDigit)];
     // The bin that holds the k-th best, and how many of it are wanted.
     int64_t wanted = k_;
     int64_t bin = kBins - 1;
     for (; counts[bin] < wanted; --bin) wanted -= counts[bin];
-    Key* keys = scratch.keys;
+    Key* in_bin = keys + room_;
     int64_t n = 0;
     for (int64_t i = 0; i < count_; ++i) {
-      const Key key = KeyOf(scores_[i]);
-      keys[n] = key;
-      n += static_cast<int64_t>(key >> (kBits - kDigit)) == bin ? 1 : 0;
+      in_bin[n] = keys[i];
+      n += static_cast<int64_t>(keys[i] >> (kBits - kDigit)) == bin ? 1 : 0;
     }
-    std::nth_element(keys, keys + wanted - 1, keys + n, std::greater<Key>());
-    const Key floor = keys[wanted - 1];
-    int64_t equal = k_;
-    for (int64_t i = 0; i < count_; ++i) equal -= KeyOf(scores_[i]) > floor ? 1 : 0;
+    std::nth_element(in_bin, in_bin + wanted - 1, in_bin + n, std::greater<Key>());
+    const Key floor = in_bin[wanted - 1];
+    // Of those that equal the k-th best the first ones stay.
+    int64_t equal = wanted - std::count_if(in_bin, in_bin + wanted, [&](Key key) { return key > floor; });
     int64_t kept = 0;
     for (int64_t i = 0; i < count_; ++i) {
-      const Key key = KeyOf(scores_[i]);
-      const bool tie = key == floor && equal > 0;
-      if (tie) --equal;
+      const bool tie = keys[i] == floor && equal > 0;
+      equal -= tie ? 1 : 0;
       scores_[kept] = scores_[i];
       ids_[kept] = ids_[i];
-      kept += key > floor || tie ? 1 : 0;
+      kept += keys[i] > floor || tie ? 1 : 0;
     }
     count_ = kept;
     threshold_ = ScoreOf(floor);
