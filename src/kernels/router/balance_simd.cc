@@ -83,7 +83,7 @@ void Balance(const RowMap& logits, const RowMap* mask, int64_t top_k, int64_t be
   C* buffer = frame.Alloc<C>(static_cast<int64_t>(padded));
   C* p = frame.Alloc<C>(static_cast<int64_t>(padded));
   C* sums = frame.Alloc<C>(static_cast<int64_t>(padded));
-  int32_t* chosen = frame.Alloc<int32_t>(top_k);
+  int32_t* chosen = AllocChosen(frame, top_k, hn::Lanes(d));
   RouterOptions options;
   options.k = top_k;
   for (int64_t block = begin; block < end; block += kSummed) {

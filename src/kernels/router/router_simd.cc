@@ -137,8 +137,8 @@ void Route(const RouteBatch& b, int64_t begin, int64_t end) {
   C* choice = frame.Alloc<C>(static_cast<int64_t>(padded));
   C* group_score = frame.Alloc<C>(static_cast<int64_t>(Padded(d, static_cast<size_t>(o.groups))));
   C* w = frame.Alloc<C>(static_cast<int64_t>(padded_k));
-  int32_t* kept = frame.Alloc<int32_t>(o.groups);
-  int32_t* chosen = frame.Alloc<int32_t>(o.k);
+  int32_t* kept = AllocChosen(frame, o.groups, hn::Lanes(d));
+  int32_t* chosen = AllocChosen(frame, o.k, hn::Lanes(d));
   C* bias = nullptr;
   if (b.bias != nullptr) {
     bias = frame.Alloc<C>(static_cast<int64_t>(padded));
@@ -218,7 +218,7 @@ void RouteGrad(const RouteGradBatch& b, int64_t begin, int64_t end) {
   C* p = frame.Alloc<C>(static_cast<int64_t>(padded_k));
   C* slope = frame.Alloc<C>(static_cast<int64_t>(padded_k));
   C* grad_buffer = frame.Alloc<C>(static_cast<int64_t>(padded_k));
-  int32_t* chosen = frame.Alloc<int32_t>(o.k);
+  int32_t* chosen = AllocChosen(frame, o.k, hn::Lanes(d));
   std::fill_n(u, padded, C(0));
   std::fill_n(grad_buffer, padded_k, C(0));
   for (int64_t row = begin; row < end; ++row) {

@@ -1,5 +1,6 @@
 // The k largest of a row, in order, without sorting the row.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -15,9 +16,16 @@ namespace jumar {
 
 // Up to so many candidates are ordered by counting, for each one, those before it.
 inline constexpr size_t kCounted = 64;
+// Candidates that are listed at a time.
+inline constexpr size_t kAtOnce = 8;
 
 template <typename C>
 using SignedOf = std::conditional_t<sizeof(C) == 8, int64_t, int32_t>;
+
+// Room for the k chosen ones, and for the candidates that are ordered there.
+inline int32_t* AllocChosen(ScratchFrame& frame, int64_t k, size_t lanes) {
+  return frame.Alloc<int32_t>(std::max(k, static_cast<int64_t>(kCounted + lanes)));
+}
 
 // Working memory of TopK for rows of up to `padded` elements, a multiple of `lanes`.
 template <typename C>
@@ -26,13 +34,11 @@ struct TopKScratch {
       : maxima(frame.Alloc<C>(static_cast<int64_t>(padded))),
         keys(frame.Alloc<C>(static_cast<int64_t>(padded + kCounted + lanes))),
         ranks(frame.Alloc<SignedOf<C>>(static_cast<int64_t>(kCounted + lanes))),
-        ids(frame.Alloc<int32_t>(static_cast<int64_t>(padded + kCounted + lanes))),
-        order(frame.Alloc<int32_t>(static_cast<int64_t>(padded + kCounted + lanes))) {}
+        ids(frame.Alloc<int32_t>(static_cast<int64_t>(padded + kCounted + lanes))) {}
   C* maxima;
   C* keys;
   SignedOf<C>* ranks;
   int32_t* ids;
-  int32_t* order;
 };
 
 }  // namespace jumar
@@ -127,29 +133,33 @@ HWY_INLINE size_t TopKCandidates(D d, const C* x, size_t n, C bound, C* keys, in
       std::memcpy(&bits, bytes, (lanes + 7) / 8);
       word |= bits << j;
     }
-    for (; word != 0; word &= word - 1) {
-      const size_t at = i + static_cast<size_t>(__builtin_ctzll(word));
-      ids[count] = static_cast<int32_t>(at);
-      keys[count++] = x[at];
+    // kAtOnce at a time, though there be fewer: no CPU foresees the end of a loop of as many steps as there are bits.
+    const auto found = static_cast<size_t>(std::popcount(word));
+    for (size_t f = 0; f < found; f += kAtOnce) {
+      for (size_t j = 0; j < kAtOnce; ++j, word &= word - 1) {
+        const size_t at = i + (static_cast<size_t>(std::countr_zero(word)) & 63);
+        ids[count + f + j] = static_cast<int32_t>(at);
+        keys[count + f + j] = x[at];
+      }
     }
+    count += found;
   }
   return count;
 }
 
-// ranks[i] = how many of the n keys come before keys[i]: greater ones, and equal ones that stand before it. keys has
-// room for a vector more.
+// ranks[i] = how many of the n keys come before keys[i]: greater ones, and equal ones that stand before it. n is a
+// multiple of the vector.
 template <class D, typename C = hn::TFromD<D>>
-HWY_INLINE void TopKRanks(D d, C* keys, size_t n, SignedOf<C>* ranks) {
+HWY_INLINE void TopKRanks(D d, const C* keys, size_t n, SignedOf<C>* ranks) {
   const hn::RebindToSigned<D> di;
   const size_t lanes = hn::Lanes(d);
-  hn::StoreU(hn::Set(d, -std::numeric_limits<C>::infinity()), d, keys + n);
   const auto position = hn::Iota(di, 0);
   for (size_t v = 0; v < n; v += lanes) {
     const auto own = hn::LoadU(d, keys + v);
     auto before = hn::Zero(di);
     size_t i = 0;
     for (; i < v; ++i) before = CountTrue(d, before, hn::Ge(hn::Set(d, keys[i]), own));
-    for (; i < std::min(v + lanes, n); ++i) {
+    for (; i < v + lanes; ++i) {
       const auto other = hn::Set(d, keys[i]);
       const auto behind = hn::RebindMask(d, hn::Gt(position, hn::Set(di, static_cast<SignedOf<C>>(i - v))));
       before = CountTrue(d, before, hn::Or(hn::Gt(other, own), hn::And(behind, hn::Eq(other, own))));
@@ -159,8 +169,9 @@ HWY_INLINE void TopKRanks(D d, C* keys, size_t n, SignedOf<C>* ranks) {
   }
 }
 
-// chosen[j] = number of the j-th largest of the n elements of x; equal ones in ascending order. x goes on with
-// -infinity up to a multiple of the vector. False, and nothing chosen, when an element is NaN. 0 < k <= n.
+// chosen[j], of AllocChosen, = number of the j-th largest of the n elements of x; equal ones in ascending order. What
+// stands behind the k is arbitrary. x goes on with -infinity up to a multiple of the vector. False, and nothing chosen,
+// when an element is NaN. 0 < k <= n.
 template <class D, typename C = hn::TFromD<D>>
 bool TopK(D d, const C* x, size_t n, size_t k, const TopKScratch<C>& scratch, int32_t* chosen) {
   const size_t lanes = hn::Lanes(d);
@@ -168,9 +179,11 @@ bool TopK(D d, const C* x, size_t n, size_t k, const TopKScratch<C>& scratch, in
   if (std::isnan(bound)) return false;
   const size_t count = TopKCandidates(d, x, n, bound, scratch.keys, scratch.ids);
   if (count <= kCounted) {
-    TopKRanks(d, scratch.keys, count, scratch.ranks);
-    for (size_t i = 0; i < count; ++i) scratch.order[scratch.ranks[i]] = scratch.ids[i];
-    for (size_t j = 0; j < k; ++j) chosen[j] = scratch.order[j];
+    // Filled up to whole vectors, so that these loops too end after as many steps for most rows.
+    hn::StoreU(hn::Set(d, -std::numeric_limits<C>::infinity()), d, scratch.keys + count);
+    const size_t whole = (count + lanes - 1) / lanes * lanes;
+    TopKRanks(d, scratch.keys, whole, scratch.ranks);
+    for (size_t i = 0; i < whole; ++i) chosen[scratch.ranks[i]] = scratch.ids[i];
     return true;
   }
   std::partial_sort_copy(scratch.ids, scratch.ids + count, chosen, chosen + k,
