@@ -5,6 +5,8 @@
 #include <cstdlib>
 #include <new>
 
+#include "base/huge_pages.h"
+
 namespace jumar {
 
 // Aligned to 64 bytes, uninitialised.
@@ -14,6 +16,7 @@ class HeapBuffer {
   explicit HeapBuffer(int64_t bytes) {
     data_ = std::aligned_alloc(64, (static_cast<size_t>(bytes) + 63) / 64 * 64 + 64);
     if (data_ == nullptr) throw std::bad_alloc();
+    if (static_cast<size_t>(bytes) >= kOwnMapping) AdviseHugePages(data_, static_cast<size_t>(bytes));
   }
   ~HeapBuffer() { std::free(data_); }
   HeapBuffer(const HeapBuffer&) = delete;

@@ -1,20 +1,17 @@
 #include "base/scratch.h"
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
-
 #include <algorithm>
 #include <cstdlib>
 #include <new>
 #include <vector>
+
+#include "base/huge_pages.h"
 
 namespace jumar {
 namespace {
 
 constexpr size_t kAlign = 64;
 constexpr size_t kMinBlock = size_t{1} << 20;
-constexpr size_t kHugePage = size_t{2} << 20;
 
 struct Block {
   char* data;
@@ -42,9 +39,7 @@ struct Arena {
     bytes = (bytes + align - 1) / align * align;
     char* data = static_cast<char*>(std::aligned_alloc(align, bytes));
     if (data == nullptr) throw std::bad_alloc();
-#if defined(MADV_HUGEPAGE)
-    if (align == kHugePage) madvise(data, bytes, MADV_HUGEPAGE);  // a hint; failure changes nothing
-#endif
+    if (align == kHugePage) AdviseHugePages(data, bytes);
     blocks.push_back({data, bytes});
   }
 };

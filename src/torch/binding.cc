@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/huge_pages.h"
 
 namespace jumar::binding {
 
@@ -74,7 +75,10 @@ ScalarType ToScalarType(DType dtype) {
 }
 
 Tensor Empty(const Tensor& like, const std::vector<int64_t>& sizes, DType dtype) {
-  return torch::stable::new_empty(like, sizes, ToScalarType(dtype));
+  Tensor tensor = torch::stable::new_empty(like, sizes, ToScalarType(dtype));
+  const size_t bytes = static_cast<size_t>(tensor.numel()) * SizeOf(dtype);
+  if (bytes >= kOwnMapping) AdviseHugePages(tensor.data_ptr(), bytes);
+  return tensor;
 }
 
 Tensor Empty(const Tensor& like, const TensorView& shape, DType dtype) {

@@ -1,5 +1,8 @@
 #include "kernels/moe/token_permute.h"
 
+#include <cmath>
+#include <cstring>
+
 #include "base/slot_sort.h"
 #include "gtest/gtest.h"
 #include "kernels/moe/moe_ref.h"
@@ -250,6 +253,36 @@ TEST(TokenUnpermute, RowsThatSeveralSlotsShare) {
     ExpectSums(dpermuted, Spread(grad.ToDoubles(), rows, 4, 2, probs.ToDoubles(), 9), 6, Name(dtype), dtype);
     ExpectSums(dprobs, Dots(grad.ToDoubles(), permuted.ToDoubles(), rows, 4, 2, 9), 9, Name(dtype), dtype);
   }
+}
+
+// A NaN whose bits are all set would overflow where it is rounded like a number.
+TEST(TokenUnpermute, EveryNaNStaysOne) {
+  const uint32_t bits[] = {0x7FFFFFFFu, 0xFFFFFFFFu, 0x7F800001u};
+  ForEachSimdTarget([&](const std::string& target) {
+    for (const DType dtype : FloatDTypes()) {
+      for (const uint32_t nan : bits) {
+        Buffer indices = IntBuffer(DType::kI32, {4}, {3, 1, 0, 2});
+        Buffer probs(DType::kF32, {2, 2});
+        probs.FillRandom(1);
+        std::memcpy(probs.view().ptr<float>() + 1, &nan, sizeof(nan));
+        Buffer rows(dtype, {4, 71});
+        rows.FillRandom(2);
+        Buffer grad(dtype, {2, 71});
+        grad.FillRandom(3);
+        Buffer y(dtype, {2, 71});
+        TokenUnpermute(kOp, rows.view(), indices.view(), &probs.view(), y.view());
+        Buffer drows(dtype, {4, 71});
+        Buffer dprobs(DType::kF32, {2, 2});
+        TokenUnpermuteGrad(kOp, grad.view(), indices.view(), &probs.view(), &rows.view(), false, drows.view(),
+                           &dprobs.view());
+        for (int64_t i = 0; i < 71; ++i) {
+          ASSERT_TRUE(std::isnan(y.Get(i)) && !std::isnan(y.Get(71 + i))) << target << " " << Name(dtype) << " " << i;
+          ASSERT_TRUE(std::isnan(drows.Get(71 + i)) && !std::isnan(drows.Get(i)))
+              << target << " " << Name(dtype) << " " << i;
+        }
+      }
+    }
+  });
 }
 
 TEST(TokenPermute, SameBitsForEveryThreadCount) {
