@@ -19,18 +19,19 @@ def test_signatures_are_the_schemas(function):
     arguments = {a.name: a for a in schema.arguments}
     parameters = inspect.signature(function).parameters
     assert len(DECLARED) > 15
+    rest = [p for p in parameters.values() if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for p in parameters.values():
-        if p.kind is p.VAR_KEYWORD:
+        if p in rest:
             continue
         argument = arguments.pop(p.name)
         assert argument.kwarg_only == (p.kind is p.KEYWORD_ONLY)
         assert argument.has_default_value() == (p.default is not p.empty)
         if argument.has_default_value():
             assert argument.default_value == p.default, p.name
-    # what is left goes in by name, through **options
-    assert not arguments or "options" in parameters or "rest" in parameters
+    assert not arguments or rest  # what is left goes in through *options and **options
     order = [a.name for a in schema.arguments if not a.kwarg_only]
-    assert order == [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    named = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert named == (order[: len(named)] if rest and rest[0].kind is rest[0].VAR_POSITIONAL else order)
 
 
 def test_gradients_take_their_arguments_from_the_schema():

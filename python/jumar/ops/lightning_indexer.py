@@ -12,6 +12,7 @@ from jumar.ops._wiring import (
     compute_dtype,
     define_by_position,
     forbid_autograd,
+    gradient,
     register_autocast,
     register_autograd,
     register_fake,
@@ -40,13 +41,6 @@ def npu_lightning_indexer(
     Raises:
         RuntimeError: shapes, dtypes or lengths do not fit; paged keys.
     """
-
-
-@calls_operator
-def npu_lightning_indexer_grad(
-    query: Tensor, key: Tensor, dy: Tensor, sparse_indices: Tensor, weights: Tensor, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the values of :func:`npu_lightning_indexer`: (d_query, d_key, d_weights). Slots of -1 are skipped."""
 
 
 @calls_operator
@@ -147,13 +141,13 @@ register_fake("lightning_indexer", _fake)
 register_autograd("lightning_indexer", _backward, _setup)
 # weights stay as they are: fp32 beside 16-bit queries and keys.
 register_autocast("lightning_indexer", keep=range(2, 13))
-register_fake(
+npu_lightning_indexer_grad = gradient(
     "npu_lightning_indexer_grad",
     lambda query, key, dy, sparse_indices, weights, *_: _grads(query, key, weights),
+    "Gradients of the values of :func:`npu_lightning_indexer`: (d_query, d_key, d_weights). Slots of -1 are skipped.",
 )
 register_fake("npu_dense_lightning_indexer_softmax_lse", _lse_fake)
 for _name in ("sparse", "dense"):
     register_fake(f"npu_{_name}_lightning_indexer_grad_kl_loss", _loss_fake)
     forbid_autograd(f"npu_{_name}_lightning_indexer_grad_kl_loss")
-forbid_autograd("npu_lightning_indexer_grad")
 forbid_autograd("npu_dense_lightning_indexer_softmax_lse")
