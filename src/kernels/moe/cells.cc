@@ -1,5 +1,7 @@
 #include "kernels/moe/cells.h"
 
+#include <cstring>
+
 #include "base/rows.h"
 
 namespace jumar {
@@ -35,6 +37,10 @@ void GatherCells(const TensorView& from, const Cells& cells, const int32_t* to_i
 }
 
 void ZeroElements(const TensorView& view) {
+  if (IsContiguous(view)) {
+    std::memset(view.data, 0, static_cast<size_t>(view.numel()) * SizeOf(view.dtype));
+    return;
+  }
   RowMap rows;
   TryRows(view, 0, &rows);
   WithBits(view.dtype, [&](auto bits) {

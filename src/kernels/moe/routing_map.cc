@@ -1,10 +1,14 @@
 #include "kernels/moe/routing_map.h"
 
 #include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cstring>
 #include <utility>
 
 #include "base/check.h"
 #include "base/convert.h"
+#include "base/parallel.h"
 #include "base/slot_sort.h"
 #include "base/widen.h"
 #include "kernels/moe/cells.h"
@@ -13,6 +17,8 @@
 
 namespace jumar {
 namespace {
+
+constexpr int64_t kGrainCells = 1 << 15;  // that are worth a thread
 
 void CheckMap(const char* op, const TensorView& map, int64_t tokens) {
   CheckDims(op, "routing_map", map, 2);
@@ -34,15 +40,53 @@ bool Routed(const char* op, const TensorView& map, int64_t t, int64_t e) {
   return value == 1;
 }
 
+// Calls f with each expert of a token, ascending; false when the map holds something other than 0 and 1. Adjacent bytes
+// are looked at eight at a time: most are 0.
+template <typename F>
+bool ForEachExpert(const TensorView& map, int64_t t, const F& f) {
+  constexpr uint64_t kOnes = 0x0101010101010101u;
+  const int64_t experts = map.size[1];
+  const uint8_t* row = map.ptr<uint8_t>() + t * map.stride[0];
+  int64_t e = 0;
+  for (; map.stride[1] == 1 && e + 8 <= experts; e += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, row + e, sizeof(word));
+    if ((word & ~kOnes) != 0) return false;
+    for (; word != 0; word &= word - 1) f(e + std::countr_zero(word) / 8);
+  }
+  for (; e < experts; ++e) {
+    const uint8_t value = row[e * map.stride[1]];
+    if (value > 1) return false;
+    if (value == 1) f(e);
+  }
+  return true;
+}
+
 // Token by token, experts ascending. Throws unless every token has top_k experts.
 Cells CellsOfSlots(const char* op, const TensorView& map, int64_t top_k) {
+  const int64_t tokens = map.size[0];
   Cells cells;
-  for (int64_t t = 0; t < map.size[0]; ++t) {
-    for (int64_t e = 0; e < map.size[1]; ++e) {
-      if (Routed(op, map, t, e)) cells.Add(t, e);
+  cells.token.resize(static_cast<size_t>(tokens * top_k));
+  cells.expert.resize(cells.token.size());
+  std::atomic<bool> wrong{false};
+  ParallelFor(tokens, 1 + kGrainCells / std::max<int64_t>(map.size[1], 1), [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      int64_t found = 0;
+      const bool valid = ForEachExpert(map, t, [&](int64_t e) {
+        if (found < top_k) {
+          cells.token[static_cast<size_t>(t * top_k + found)] = static_cast<int32_t>(t);
+          cells.expert[static_cast<size_t>(t * top_k + found)] = static_cast<int32_t>(e);
+        }
+        ++found;
+      });
+      if (!valid || found != top_k) wrong = true;
     }
-    JUMAR_CHECK(op, cells.size() == (t + 1) * top_k, "row ", t, " of routing_map has ", cells.size() - t * top_k,
-                " experts; the number of rows asks for ", top_k, " in each");
+  });
+  for (int64_t t = 0; wrong && t < tokens; ++t) {
+    int64_t found = 0;
+    for (int64_t e = 0; e < map.size[1]; ++e) found += Routed(op, map, t, e) ? 1 : 0;
+    JUMAR_CHECK(op, found == top_k, "row ", t, " of routing_map has ", found, " experts; the number of rows asks for ",
+                top_k, " in each");
   }
   return cells;
 }
