@@ -71,6 +71,8 @@ def test_a_tensor_of_the_card_goes_to_the_cards_operator(monkeypatch):
     x, gamma = torch.empty(2, 4, device="meta"), torch.empty(4, device="meta")
     ops.npu_rms_norm(gamma=gamma, input=x)
     assert calls.pop() == ("npu_rms_norm", (x, gamma, 1e-6), {})
+    ops.npu_rms_norm_backward(x, rstd=gamma, gamma=gamma, input=x)
+    assert calls.pop() == ("npu_rms_norm_backward", (x, x, gamma, gamma), {})
     ops.npu_moe_gating_top_k_softmax_v2(x, k=2)
     assert calls.pop() == ("npu_moe_gating_top_k_softmax_v2", (x,), {"k": 2})
     ops.npu_grouped_matmul([x], [gamma], group_type=0)
