@@ -21,6 +21,7 @@ from torchtitan.config.override import OverrideConfig, apply_overrides
 from torchtitan.models.common import attention as stock
 
 from jumar.compat.attention import SdpaFlexAttention, dense_mask
+from jumar.masks import functions
 from jumar.masks.attend import Plan
 from jumar.titan.attention import (
     FusedFlexAttention,
@@ -76,7 +77,7 @@ def test_flex(name, sizes):
     got = run(lambda *t: fused(*t, **options), tensors(sizes=sizes))
     same(got, run(lambda *t: plain(*t, **options), wide))
     assert jumar.call_counts() == {"npu_fusion_attention": 1, "npu_fusion_attention_grad": 1}
-    plan = mask.__dict__["_jumar_plan"]
+    plan = functions.plan_of(mask, 3)
     assert isinstance(plan, Plan) == (name != "holes")
     if name != "holes":
         assert len(plan.calls) == 1 and "hidden" not in plan.__dict__
@@ -166,7 +167,7 @@ def test_context_parallelism(monkeypatch, ranks):
         q, k, v = values[0][:, rows], values[1][:, order], values[2][:, order]
         got = fused(q, k, v, attention_masks=mask, enable_gqa=True)
         assert_ulp(got, want[:, rows], 8.0, floor=1e-6)
-        plan = mask.__dict__["_jumar_plan"]
+        plan = functions.plan_of(mask, 2)
         # A document that reaches into both parts of a rank lends its keys twice.
         assert isinstance(plan, Plan) and 1 <= len(plan.calls) <= 2
         assert plan.ranges.order is not None

@@ -1,7 +1,8 @@
-"""``npu_sdpa``: the attention that a transformers model asks its ``AttentionInterface`` for.
+"""``npu_sdpa``: attention that a transformers model asks its ``AttentionInterface`` for, or a module torch's functions.
 
-The configuration names it, and modules share configurations, also across models.  The converted model therefore gets
-copies of its configurations, in which only the name differs.
+In transformers the configuration names it, and modules share configurations, also across models.  The converted model
+therefore gets copies of its configurations, in which only the name differs.  A module that calls
+``scaled_dot_product_attention`` or ``flex_attention`` gets the same methods with other functions of these names.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch import nn
 
 from jumar.convert.registry import ALREADY, Converter, register
 from jumar.convert.report import Site
-from jumar.convert.swap import original_class
-from jumar.convert.verdict import Match
+from jumar.convert.swap import Patch, SwapAction, obstacle, original_class, patch_by
+from jumar.convert.verdict import Miss
 from jumar.convert.verify import Trial
-from jumar.hf import probe
+from jumar.hf import functional, probe
 
 _NAME = "_attn_implementation_internal"
 
@@ -63,68 +64,113 @@ class Switch:
 
 
 class SwitchAction:
-    """One site's share in a :class:`Switch`: the first one does it, the first undo takes it back."""
+    """One site's share in a :class:`Switch`: the first one does it, the first undo takes it back.
 
-    def __init__(self, switch: Switch, module: nn.Module):
-        self.switch, self.module = switch, module
-        self.apply, self.undo = switch.apply, switch.undo
+    ``swap``: what else changes at the site, the class of a module that would take packed sequences apart.
+    """
+
+    def __init__(self, switch: Switch, module: nn.Module, swap: SwapAction | None):
+        self.switch, self.module, self.swap = switch, module, swap
+
+    def apply(self) -> None:
+        self.switch.apply()
+        if self.swap is not None:
+            self.swap.apply()
+
+    def undo(self) -> None:
+        if self.swap is not None:
+            self.swap.undo()
+        self.switch.undo()
 
 
 class SdpaConverter(Converter):
     name = "npu_sdpa"
     aliases = ("sdpa", "attention", "flash_attention")
     operators = ("npu_fusion_attention",)
-    summary = "attention that transformers models look up by the name in their configuration"
+    summary = (
+        "attention of transformers models, and of modules that call torch's attention functions"
+    )
 
     def plan(self, model: nn.Module) -> Iterable[Site]:
-        if "transformers" not in sys.modules:
-            return
-        from jumar.hf import attention
-
-        sites: list[tuple[Site, nn.Module, Any]] = []
-        refused: dict[int, str] = {}
-        for path, module in model.named_modules():
-            config = attention.config_of(module)
-            verdict = attention.recognise(module)
-            if verdict is None:
-                continue
-            cls = original_class(module).__qualname__
-            site = Site(path, self.name, self.operators[0], "skipped", "", cls)
-            if attention.original_of(config._attn_implementation) is not None:
-                site.reason = ALREADY
-            elif isinstance(verdict, Match):
-                site.status = "replaced"
-            else:
-                site.reason = verdict.reason
-                refused.setdefault(
-                    id(config), f"{path} shares its configuration, and {verdict.reason}"
-                )
-            sites.append((site, module, config))
         switch = Switch(model)
-        for site, module, config in sites:
+        sites = [
+            site
+            for path, module in model.named_modules()
+            if (site := self._site(path, module, switch)) is not None
+        ]
+        refused: dict[int, str] = {}
+        for site, config in sites:
+            if config is not None and site.status == "skipped" and site.reason != ALREADY:
+                reason = f"{site.path} shares its configuration, and {site.reason}"
+                refused.setdefault(id(config), reason)
+        for site, config in sites:
             if site.status == "replaced" and id(config) in refused:
-                site.status, site.reason = "skipped", refused[id(config)]
-            elif site.status == "replaced":
+                site.status, site.reason, site.action = "skipped", refused[id(config)], None
+            elif site.status == "replaced" and config is not None:
                 switch.chosen.add(id(config))
-                site.action = SwitchAction(switch, module)
             yield site
 
-    def trials(self, site: Site) -> Iterable[Trial]:
-        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    def _site(self, path: str, module: nn.Module, switch: Switch) -> tuple[Site, Any] | None:
+        """A site and the configuration that names its attention, None for a module that calls torch's functions."""
+        operator, cls = self.operators[0], original_class(module)
+        site = Site(path, self.name, operator, "skipped", "", cls.__qualname__)
+        config, verdict = None, None
+        if "transformers" in sys.modules:
+            from jumar.hf import attention
 
+            config, verdict = attention.config_of(module), attention.recognise(module)
+            named = verdict is not None and attention.is_fused(config._attn_implementation)
+        if verdict is None:
+            config, verdict = None, functional.recognise(cls)
+            named = patch_by(module, self.name) is not None
+        if verdict is None:
+            return None
+        if named:
+            site.reason = ALREADY
+        elif isinstance(verdict, Miss):
+            site.reason = verdict.reason
+        else:
+            patch = Patch(self.name, operator, verdict.key) if verdict.key else None
+            stays = obstacle(module) if patch is not None else None
+            swap = SwapAction(path, module, patch) if patch is not None and stays is None else None
+            if config is None and swap is None:
+                site.reason = stays or ""
+            else:
+                site.status = "replaced"
+                site.action = swap if config is None else SwitchAction(switch, module, swap)
+        return site, config
+
+    def namespace(self, key: tuple, base: type) -> dict[str, Any]:
+        """The attributes of the class that a patch of this converter makes."""
+        if key == (functional.CALLS,):
+            return functional.namespace(base)
+        from jumar.hf import attention
+
+        return attention.packed_namespace(base)
+
+    def trials(self, site: Site) -> Iterable[Trial]:
+        if not isinstance(site.action, SwitchAction):
+            return
         from jumar.hf import attention
 
         module = site.action.module
         group = getattr(module, "num_key_value_groups", 1)
         size = getattr(module, "head_dim", 16)
         shapes = ((2, 2 * group, 7, size), (2, 2, 7, size), (2, 2, 7, size))
+        sinks = getattr(module, "sinks", None)
+        if sinks is not None:
+            shapes = tuple((2, len(sinks) // (1 if i == 0 else group), 7, size) for i in range(3))
         inputs = tuple(probe.randn(*shape, seed=i) for i, shape in enumerate(shapes))
 
-        def run(function: Any) -> Any:
-            scaling = getattr(module, "scaling", None)
-            return lambda q, k, v: function(module, q, k, v, None, scaling=scaling)[0]
+        def run(function: Any, **more: Any) -> Any:
+            scaling = getattr(module, "scaling", None) or size**-0.5
+            if sinks is not None:
+                more["s_aux"] = sinks.detach().float()
+            return lambda q, k, v: function(module, q, k, v, None, scaling=scaling, **more)[0]
 
-        yield Trial(run(ALL_ATTENTION_FUNCTIONS["sdpa"]), run(attention.attention_forward), inputs)
+        original = attention.function_of(module)
+        causal = {"is_causal": False} if sinks is not None else {}
+        yield Trial(run(original), run(attention.attention_forward, **causal), inputs)
 
 
 def revert(model: nn.Module) -> int:

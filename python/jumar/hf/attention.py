@@ -9,23 +9,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
+import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from jumar import ops
+from jumar.convert.swap import original_class
 from jumar.convert.verdict import Match, Miss, Verdict
 from jumar.hf import forwards
+from jumar.hf.masks import LazyMask, attention_mask
+from jumar.masks import attend, functions
 
 #: Names of the fused attention, by the implementation that a model had before.
-FUSED = {"sdpa": "npu_sdpa"}
-#: Attributes of modules that stand for arithmetic the operator is not given.
-_EXTRAS = {
-    "attn_logit_softcapping": "its scores are capped",
-    "logit_softcapping": "its scores are capped",
-    "sinks": "it has attention sinks",
-}
+FUSED = {"sdpa": "npu_sdpa", "eager": "npu_sdpa_sinks"}
+#: A name of the same for those who choose it themselves, by ``attn_implementation="jumar"``.
+PUBLIC = "jumar"
+#: Attributes of modules that stand for arithmetic the operator does not have.
+_EXTRAS = ("attn_logit_softcapping", "logit_softcapping")
 
 
 def original_of(name: str | None) -> str | None:
@@ -33,20 +36,18 @@ def original_of(name: str | None) -> str | None:
     return next((original for original, fused in FUSED.items() if fused == name), None)
 
 
-@functools.cache
-def _causal_mask(device: torch.device) -> Tensor:
-    """The vendor's compressed mask; jumar's own operator takes one number for a mask that hides nothing."""
-    if device.type == "npu":
-        return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
-    return torch.zeros(1, 1, dtype=torch.bool, device=device)
+def is_fused(name: str | None) -> bool:
+    """Whether an implementation's name is one of those that are registered here."""
+    return name == PUBLIC or original_of(name) is not None
 
 
-def _by_position(query: Tensor, keys: int, window: int | None) -> dict[str, Any]:
-    """Arguments for causal attention from the upper left, in a window or not."""
-    mask = _causal_mask(query.device)
-    band = {} if window is None or query.shape[2] != keys else {"pre_tockens": window - 1}
-    mode = 0 if mask.numel() == 1 else 4 if band else 2
-    return {"atten_mask": mask, "sparse_mode": mode, "next_tockens": 0, **band}
+def function_of(module: nn.Module) -> Any:
+    """The function that a module's configuration names; ``eager`` is a function of the module's file."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    file = sys.modules[original_class(module).__module__]
+    eager = getattr(file, "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get(config_of(module)._attn_implementation, eager)
 
 
 def _fall_back(module: nn.Module, reason: str, *tensors: Any, **rest: Any) -> Any:
@@ -57,6 +58,31 @@ def _fall_back(module: nn.Module, reason: str, *tensors: Any, **rest: Any) -> An
         f"npu_sdpa: {type(module).__name__} runs torch's attention here: {reason}"
     )
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *tensors, **rest)
+
+
+def _lengths(rest: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Ends of packed queries and keys, as callers of flash attention give them."""
+    given = rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k")
+    if given[0] is None or given[1] is None or torch.compiler.is_compiling():
+        return None
+    return tuple(tuple(t[1:].tolist()) for t in given)
+
+
+def _packed(
+    query: Tensor, key: Tensor, value: Tensor, ends: tuple, causal: bool, options: dict[str, Any]
+) -> Tensor:
+    """[B, S, N, D] tensors whose tokens, one after the other, are sequences."""
+    band = attend.packed_band(query.device, None) if causal else {}
+    out = ops.npu_fusion_attention(
+        *(t.flatten(0, 1) for t in (query, key, value)),
+        query.shape[2],
+        "TND",
+        actual_seq_qlen=ends[0],
+        actual_seq_kvlen=ends[1],
+        **options,
+        **band,
+    )[0]
+    return out.unflatten(0, query.shape[:2])
 
 
 def attention_forward(
@@ -70,98 +96,61 @@ def attention_forward(
     is_causal: bool | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """The function of ``AttentionInterface``: [B, N, S, D] in, [B, S, N, D] out, as ``sdpa`` has it."""
-    reason = None
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        reason = f"its mask is an additive bias of {attention_mask.dtype}"
-    elif rest.get("position_bias") is not None or rest.get("softcap") is not None:
+    """The function of ``AttentionInterface``: [B, N, S, D] in, [B, S, N, D] out, as ``sdpa`` has it.
+
+    Without a mask it is causal from the upper left or full, as ``sdpa`` decides, in sequences where ``cu_seq_lens_q`` and
+    ``cu_seq_lens_k`` are given. ``s_aux``: one more score per head. Raises NotImplementedError where a layer with sinks
+    also has what the operator lacks.
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sink = rest.get("s_aux")
+    if isinstance(attention_mask, LazyMask) and attention_mask.changed:
+        attention_mask = attention_mask.value()
+    lazy = isinstance(attention_mask, LazyMask)
+    options: dict[str, Any] = {}
+    reason = functions.unsupported(query, key, value)
+    if rest.get("position_bias") is not None or rest.get("softcap") is not None:
         reason = "its scores take a bias or a cap"
-    elif rest.get("s_aux") is not None:
-        reason = "it has attention sinks"
+    elif attention_mask is not None and not lazy:
+        keys = key.shape[2]
+        mask = attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]
+        mask = mask[..., :keys]
+        if mask.dtype == torch.bool:
+            # The operator's sense: True hides.
+            options = {"atten_mask": mask.logical_not(), "sparse_mode": 1}
+        elif reason is None:
+            options = functions.bias_arguments(mask, query, keys, scale)
+            if options is None:
+                reason = f"its mask is an additive bias of {mask.dtype}"
     if reason is not None:
+        if sink is not None:
+            raise NotImplementedError(f"npu_sdpa: {type(module).__name__} has sinks, and {reason}")
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
         return _fall_back(module, reason, query, key, value, attention_mask, **rest)
-    rows, keys = query.shape[2], key.shape[2]
-    arguments: dict[str, Any] = {}
-    if attention_mask is not None:
-        mask = attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]
-        # The operator's sense: True hides.
-        arguments = {"atten_mask": mask[..., :keys].logical_not(), "sparse_mode": 1}
-    else:
+    options |= {"scale": scale, "keep_prob": 1.0 - dropout}
+    if sink is not None:
+        options["sink"] = sink.to(torch.promote_types(query.dtype, torch.float32))
+    tensors = [t.transpose(1, 2) for t in (query, key, value)]
+    ends = _lengths(rest)
+    if lazy:
+        plan = attention_mask.plan if ends is None else attention_mask.within(ends[0])
+        return attend.attend(*tensors, plan, **options), None
+    if attention_mask is None:
+        rows = query.shape[2]
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        if causal and rows > 1:
-            arguments = _by_position(query, keys, rest.get("sliding_window"))
-    out = ops.npu_fusion_attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        query.shape[1],
-        "BSND",
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        keep_prob=1.0 - dropout,
-        **arguments,
-    )[0]
-    return out, None
-
-
-def _is_window(mask_function: Any, window: int | None) -> bool:
-    """Whether a mask function is transformers' causal sliding window of that length and nothing else."""
-    from transformers import masking_utils
-
-    if window is None or not hasattr(masking_utils, "sliding_window_causal_mask_function"):
-        return False
-    model = masking_utils.sliding_window_causal_mask_function(window)
-
-    def parts(function: Any) -> Any:
-        cells = [c.cell_contents for c in getattr(function, "__closure__", None) or ()]
-        inner = [
-            tuple(parts(f) if callable(f) else f for f in (c if isinstance(c, tuple) else (c,)))
-            for c in cells
-        ]
-        return getattr(function, "__code__", function), tuple(inner)
-
-    return parts(mask_function) == parts(model)
-
-
-def attention_mask(
-    *args: Any,
-    allow_is_causal_skip: bool = True,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    **rest: Any,
-) -> Tensor | None:
-    """The function of ``AttentionMaskInterface``: None where the operator needs no matrix, else as ``sdpa`` has it."""
-    from transformers.masking_utils import sdpa_mask
-
-    rows, keys = rest.get("q_length"), rest.get("kv_length")
-    if (
-        not args
-        and allow_is_causal_skip
-        and rows is not None
-        and rows == keys
-        and not torch.compiler.is_compiling()
-        and all(
-            isinstance(rest.get(n, 0), int) and rest.get(n, 0) == 0
-            for n in ("q_offset", "kv_offset")
-        )
-        and _is_window(rest.get("mask_function"), local_size)
-        and (attention_mask is None or bool(attention_mask.all()))
-    ):
-        return None
-    return sdpa_mask(
-        *args,
-        allow_is_causal_skip=allow_is_causal_skip,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        **rest,
-    )
+        causal = bool(causal and rows > 1)
+        if ends is not None and ends[0][-1] == query.shape[0] * rows:
+            return _packed(*tensors, ends, causal, options), None
+        if causal:
+            options |= attend.upper_left(query.device)
+    return ops.npu_fusion_attention(*tensors, query.shape[1], "BSND", **options)[0], None
 
 
 def register() -> None:
-    """Makes the names of :data:`FUSED` known to transformers; twice is harmless."""
+    """Makes the names of :data:`FUSED` and :data:`PUBLIC` known to transformers; twice is harmless."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for name in FUSED.values():
+    for name in (*FUSED.values(), PUBLIC):
         AttentionInterface.register(name, attention_forward)
         AttentionMaskInterface.register(name, attention_mask)
 
@@ -183,15 +172,6 @@ def _uses_interface(cls: type) -> bool:
     )
 
 
-def _consistent_window(module: nn.Module, config: Any) -> bool:
-    """Whether the layer's mask is that of a sliding window exactly if the layer says so to its attention."""
-    window = getattr(module, "sliding_window", None)
-    kinds, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    if kinds is None or index is None or index >= len(kinds):
-        return True
-    return (window is not None) == (kinds[index] == "sliding_attention")
-
-
 def recognise(module: nn.Module) -> Verdict:
     """Whether a module asks ``AttentionInterface`` for its attention, and may get the fused one."""
     from transformers import PreTrainedModel
@@ -199,19 +179,53 @@ def recognise(module: nn.Module) -> Verdict:
     config = config_of(module)
     if config is None or isinstance(module, PreTrainedModel) or not _uses_interface(type(module)):
         return None
+    if any(getattr(module, attribute, None) is not None for attribute in _EXTRAS):
+        return Miss("its scores are capped")
     name = config._attn_implementation
-    if name == "eager":
+    source = _source(type(module))
+    # Layers with sinks have no other form on a CPU.
+    sinks = getattr(module, "sinks", None) is not None
+    if name == "eager" and not (sinks and "s_aux=" in source):
         return Miss("its attention is 'eager', which can return weights; choose 'sdpa' first")
     if name not in FUSED:
         return Miss(f"its attention is {name!r}")
-    for attribute, reason in _EXTRAS.items():
-        if getattr(module, attribute, None) is not None:
-            return Miss(reason)
-    if not _consistent_window(module, config):
-        return Miss("its sliding window and the type of its layer differ")
-    if "attention_interface" not in _source(type(module)):
+    if sinks and "s_aux=" not in source:
+        return Miss("it has attention sinks, which it does not hand to its attention")
+    if "attention_interface" not in source:
         return Miss("its forward does not call the function that it looks up")
-    return Match("npu_fusion_attention", (name,))
+    return Match("npu_fusion_attention", (PACKED,) if _splits(type(module)) else ())
+
+
+#: Key of a class whose forward takes sequences apart that the operator takes as they are.
+PACKED = "packed"
+_FLASH = "is_flash_attention_requested"
+_FLASH_457 = "flash_attention_2"
+
+
+def _consts(code: types.CodeType) -> set[Any]:
+    return {c for c in code.co_consts if isinstance(c, str)}.union(
+        *(c for c in code.co_consts if isinstance(c, tuple))
+    )
+
+
+def _splits(cls: type) -> bool:
+    """Whether ``cls.forward`` has a path with ``cu_seq_lens_q``, and takes it for flash attention only."""
+    forward = inspect.getattr_static(cls, "forward", None)
+    if not isinstance(forward, types.FunctionType) or hasattr(forward, "__wrapped__"):
+        return False
+    consts = _consts(forward.__code__)
+    asks = _FLASH in forwards.globals_used(forward) or _FLASH_457 in consts
+    return asks and "cu_seq_lens_q" in consts
+
+
+def packed_namespace(base: type) -> dict[str, Any]:
+    """The methods of a class that :func:`_splits`, taking the path of whole sequences."""
+    spaces: dict[int, dict] = {}
+    forward = inspect.getattr_static(base, "forward")
+    new = forwards.rebuild(forward, {_FLASH: lambda *args, **kwargs: True}, spaces)
+    consts = tuple(FUSED["sdpa"] if c == _FLASH_457 else c for c in new.__code__.co_consts)
+    new.__code__ = new.__code__.replace(co_consts=consts)
+    return {"forward": new, "__jumar_attention_globals__": forwards.Keeper(spaces)}
 
 
 def _source(cls: type) -> str:

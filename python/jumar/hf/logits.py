@@ -14,25 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What is known without elements.
-_KNOWN = {
-    Tensor.shape.__get__,
-    Tensor.dtype.__get__,
-    Tensor.device.__get__,
-    Tensor.requires_grad.__get__,
-    Tensor.ndim.__get__,
-    Tensor.layout.__get__,
-    Tensor.is_cpu.__get__,
-    Tensor.is_cuda.__get__,
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.element_size,
-    Tensor.__len__,
-    Tensor.__hash__,
-}
+from jumar.hf.lazy import Lazy
 
 
 def _weights(head: nn.Module) -> list[Tensor]:
@@ -46,7 +28,7 @@ def _refuse_gradient(grad: Tensor) -> Tensor:
     )
 
 
-class LazyLogits(Tensor):
+class LazyLogits(Lazy):
     """``head(hidden)``, [.., V], not computed yet. See :func:`lazy_head`."""
 
     head: nn.Module
@@ -115,16 +97,9 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in _KNOWN:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         if func is Tensor.float and len(args) == 1 and not kwargs and args[0].pending:
             return args[0].cast(torch.float32)
-        args, kwargs = torch.utils._pytree.tree_map_only(
-            LazyLogits, LazyLogits.value, (args, kwargs)
-        )
-        return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(
@@ -135,12 +110,6 @@ class LazyLogits(Tensor):
             f"npu_loss: {func} got logits that are not computed yet past Python's dispatch (an autograd.Function or C++ "
             "code); hand it logits.value()"
         )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.value().__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict) -> Tensor:
-        return self.value().__deepcopy__(memo)
 
     def __repr__(self, **_: Any) -> str:
         if self.pending:

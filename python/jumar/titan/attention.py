@@ -24,11 +24,10 @@ from torchtitan.models.common.attention import (
 )
 
 from jumar import ops
-from jumar.masks import attend, blocks
+from jumar.masks import attend, functions
 from jumar.titan.nodes import Converter
 
 _OP = "npu_sdpa"
-_PLAN = "_jumar_plan"
 
 
 def _scale(query: Tensor, scale: float | None) -> float:
@@ -48,16 +47,6 @@ def _sinks(out_transform: Any) -> Tensor | None:
         return None
     sinks = out_transform.__self__.sinks
     return (sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks).float()
-
-
-def _plan(mask: BlockMask, batch: int) -> attend.Plan | Tensor:
-    """A plan, or the operator's matrix where the mask has none; made once a mask."""
-    known = mask.__dict__.get(_PLAN)
-    if known is None:
-        found = blocks.ranges_of(mask, batch)
-        known = blocks.hidden(mask) if found is None else attend.Plan(found)
-        mask.__dict__[_PLAN] = known
-    return known
 
 
 class FusedFlexAttention(FlexAttention):
@@ -95,7 +84,7 @@ class FusedFlexAttention(FlexAttention):
 
             hidden = dense_mask(attention_masks).logical_not()
         else:
-            hidden = _plan(attention_masks, q_BLNH.shape[0])
+            hidden = functions.plan_of(attention_masks, q_BLNH.shape[0])
         if isinstance(hidden, attend.Plan):
             return attend.attend(q_BLNH, k_BLNH, v_BLNH, hidden, **options)
         return ops.npu_fusion_attention(
