@@ -77,7 +77,8 @@ def operators(rows: list[dict[str, str]]) -> str:
     if notes:
         text += "\n" + "".join(f"* {note}\n" for note in notes)
     misses = [miss for row in rows for miss in row["below_target"].split("; ") if miss]
-    text += "\nBelow target:\n\n" if misses else "\nEvery operator reaches its target.\n"
+    below = "Below target ([why](benchmarks.md#why-some-stay-below)):\n"
+    text += f"\n{below}\n" if misses else "\nEvery operator reaches its target.\n"
     return text + "".join(f"* {miss}\n" for miss in misses)
 
 

@@ -364,7 +364,7 @@ ENTRIES = (
         shapes="x [n, H], expert_idx [n, K] -> [n K, H] or [E, C, H], [n K], counts, scales",
         backward=("moe_init_routing_grad",),
         doc=_ROUTING_PAGE,
-        call=lambda *t, expert_num=1 << 20: ops.npu_moe_init_routing_v2(*t, expert_num=expert_num),
+        call=lambda *t, expert_num=256: ops.npu_moe_init_routing_v2(*t, expert_num=expert_num),
     ),
     _entry(
         _finalize_tensors,
