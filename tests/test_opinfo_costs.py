@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jumar import opinfo
 from jumar.opinfo import costs
 from jumar.opinfo.costs import Arg, Cost
+from jumar.opinfo.spec import flat
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -127,12 +128,16 @@ def test_bench_moves_what_the_formulas_say(info):
     # Products are counted by hand above, and rows of experts move once for each of their tokens.
     if info.mutates or info.multiplies or info.shapes_file == "moe_permute":
         return
-    read = [t.nbytes for t in tensors.values() if t.is_floating_point()]
+    given = [t for value in tensors.values() for t in flat(value)]
+    read = [t.nbytes for t in given if t.is_floating_point() or t.dtype == torch.bool]
     results = sum(t.nbytes for t in info.fused(*tensors.values()))
     assert forward.bytes == pytest.approx(sum(read) + results, rel=0.01)
+    if not info.differentiable:
+        return
     expected = {
         "npu_rotary_mul": results + sum(read),  # needs no input
         "npu_cross_entropy_loss": results + sum(read),  # of the log-probabilities; the incoming gradient is a scalar
+        "npu_scaled_masked_softmax": results + 2 * read[0] + read[-1],  # the mask has no gradient
         "npu_add_rms_norm": results + 2 * (read[0] + read[-1]),  # keeps the sum; both inputs get the same gradient
     }.get(info.name, results + 2 * sum(read))
     assert both.bytes - forward.bytes == pytest.approx(expected, rel=0.01)

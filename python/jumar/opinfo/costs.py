@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from jumar.opinfo.attention import ATTENTION_COSTS
+from jumar.opinfo.attention_parts import PART_COSTS
 from jumar.opinfo.cost_types import Arg, Cost, Formula, recorded, streams
 from jumar.opinfo.moe_costs import MOE_COSTS
 from jumar.opinfo.router_costs import ROUTER_COSTS
@@ -158,12 +159,15 @@ COMPOSITES = (
     "npu_moe_gating_top_k_softmax_v2",
     "npu_fusion_attention_v2",
     "npu_sparse_flash_attention",
+    "npu_scaled_masked_softmax",
+    "npu_scaled_masked_softmax_backward",
 )
 
 #: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,
 #: lists of tensors lists of them; what a trace does not record (strings, floats that were left out) is None.
 FUSED_COSTS: dict[str, Formula] = {
     **ATTENTION_COSTS,
+    **PART_COSTS,
     **MOE_COSTS,
     **ROUTER_COSTS,
     **SPARSE_ATTENTION_COSTS,

@@ -12,6 +12,7 @@ from typing import Any
 
 from jumar.opinfo import (
     attention,
+    attention_parts,
     cases,
     formulas,
     grouped,
@@ -164,6 +165,7 @@ OPERATORS: dict[str, OpInfo] = {
         *_TABLE,
         *attention.ENTRIES,
         *sparse_attention.ENTRIES,
+        *attention_parts.ENTRIES,
         *grouped.ENTRIES,
         *moe_ffn.ENTRIES,
         *moe.ENTRIES,

@@ -13,6 +13,7 @@ from jumar.ops.attention import (
     npu_fusion_attention_v2,
     npu_fusion_attention_v3,
 )
+from jumar.ops.attention_update import npu_attention_update, npu_ring_attention_update
 from jumar.ops.balance import expert_bias_update, load_balance_loss, router_z_loss
 from jumar.ops.grouped_matmul import grouped_matmul
 from jumar.ops.lightning_indexer import (
@@ -27,6 +28,10 @@ from jumar.ops.loss import (
     linear_cross_entropy,
     npu_cross_entropy_loss,
     npu_cross_entropy_loss_backward,
+)
+from jumar.ops.masked_softmax import (
+    npu_scaled_masked_softmax,
+    npu_scaled_masked_softmax_backward,
 )
 from jumar.ops.moe_ffn import moe_ffn
 from jumar.ops.moe_permute import (
@@ -83,6 +88,7 @@ __all__ = [
     "moe_ffn",
     "npu_add_rms_norm",
     "npu_apply_adam_w",
+    "npu_attention_update",
     "npu_cross_entropy_loss",
     "npu_cross_entropy_loss_backward",
     "npu_dense_lightning_indexer_grad_kl_loss",
@@ -118,10 +124,13 @@ __all__ = [
     "npu_moe_token_unpermute_grad_v2",
     "npu_moe_token_unpermute_with_routing_map",
     "npu_moe_token_unpermute_with_routing_map_grad",
+    "npu_ring_attention_update",
     "npu_rms_norm",
     "npu_rms_norm_backward",
     "npu_rotary_mul",
     "npu_rotary_mul_backward",
+    "npu_scaled_masked_softmax",
+    "npu_scaled_masked_softmax_backward",
     "npu_sparse_flash_attention",
     "npu_sparse_flash_attention_grad",
     "npu_sparse_lightning_indexer_grad_kl_loss",

@@ -47,6 +47,25 @@ bool IsCompressed(const TensorView& mask) {
 
 }  // namespace
 
+TensorView PackedStatistics(const char* op, const char* name, const TensorView& x, bool heads_first) {
+  TensorView v = x;
+  v.rank = 4;
+  v.size[0] = 1;
+  v.size[1] = x.size[1];
+  v.size[2] = x.size[0];
+  v.size[3] = 8;
+  v.stride[0] = 0;
+  v.stride[1] = x.stride[1];
+  v.stride[2] = x.stride[0];
+  v.stride[3] = x.stride[2];
+  if (heads_first) {
+    JUMAR_CHECK(op, IsContiguous(x), name, " must be contiguous with softmax_layout ''");
+    v.stride[1] = 8 * x.size[0];
+    v.stride[2] = 8;
+  }
+  return v;
+}
+
 FusionAttention::FusionAttention(const char* op, const FusionAttentionTensors& t, const FusionAttentionOptions& o)
     : op_(op), layout_(Upper(o.layout)), softmax_layout_(o.softmax_layout), heads_(o.head_num), query_(t.query) {
   JUMAR_CHECK(op, layout_ == "BSH" || layout_ == "SBH" || layout_ == "BNSD" || layout_ == "BSND" || layout_ == "TND",
@@ -148,23 +167,7 @@ TensorView FusionAttention::Statistics(const char* name, const TensorView& x) co
   JUMAR_CHECK(op_, x.rank == static_cast<int>(sizes.size()) && std::equal(sizes.begin(), sizes.end(), x.size), name,
               " has shape ", ShapeString(x));
   if (layout_ != "TND") return x;
-  TensorView v = x;
-  v.rank = 4;
-  const int64_t stride = x.stride[2];
-  v.size[0] = 1;
-  v.size[1] = heads_;
-  v.size[2] = x.size[0];
-  v.size[3] = 8;
-  v.stride[0] = 0;
-  v.stride[1] = x.stride[1];
-  v.stride[2] = x.stride[0];
-  v.stride[3] = stride;
-  if (softmax_layout_.empty()) {
-    JUMAR_CHECK(op_, IsContiguous(x), name, " must be contiguous with softmax_layout ''");
-    v.stride[1] = 8 * x.size[0];
-    v.stride[2] = 8;
-  }
-  return v;
+  return PackedStatistics(op_, name, x, softmax_layout_.empty());
 }
 
 int64_t FusionAttention::Elements() const {

@@ -51,6 +51,10 @@ struct FusionAttentionTensors {
   TensorView query, key, value, pse, atten_mask, sink, query_rope, key_rope;
 };
 
+// [1, N, T, 8] of the statistics [T, N, 8] of layout TND. heads_first: their memory is that of [N, T, 8], as with
+// softmax_layout "".
+TensorView PackedStatistics(const char* op, const char* name, const TensorView& x, bool heads_first);
+
 class FusionAttention {
  public:
   // Checks everything. Throws Error, `op` first.

@@ -8,10 +8,12 @@
 namespace jumar::binding {
 
 std::vector<OpEntry> AttentionOps();
+std::vector<OpEntry> AttentionUpdateOps();
 std::vector<OpEntry> GroupedMatmulOps();
 std::vector<OpEntry> LightningIndexerOps();
 std::vector<OpEntry> LinearOps();
 std::vector<OpEntry> LossOps();
+std::vector<OpEntry> MaskedSoftmaxOps();
 std::vector<OpEntry> MoeFfnOps();
 std::vector<OpEntry> MoeOps();
 std::vector<OpEntry> MoeRoutingMapOps();
@@ -26,9 +28,12 @@ std::vector<OpEntry> UlpErrorOps();
 
 inline std::vector<std::vector<OpEntry>> Families() {
   return {
-      AttentionOps(), GroupedMatmulOps(),   LightningIndexerOps(), LinearOps(),    LossOps(),    MoeFfnOps(),
-      MoeOps(),       MoeRoutingMapOps(),   MoeRoutingOps(),       OptimizerOps(), RmsNormOps(), RotaryOps(),
-      RouterOps(),    SparseAttentionOps(), SwigluOps(),           UlpErrorOps(),
+      AttentionOps(),        AttentionUpdateOps(), GroupedMatmulOps(),
+      LightningIndexerOps(), LinearOps(),          LossOps(),
+      MaskedSoftmaxOps(),    MoeFfnOps(),          MoeOps(),
+      MoeRoutingMapOps(),    MoeRoutingOps(),      OptimizerOps(),
+      RmsNormOps(),          RotaryOps(),          RouterOps(),
+      SparseAttentionOps(),  SwigluOps(),          UlpErrorOps(),
   };
 }
 
