@@ -28,7 +28,8 @@ constexpr int kRowsOfCall = 12;
 constexpr int kRowsOfCall = 6;
 #endif
 constexpr int64_t kDepth = 256;  // k of a block: a panel of b stays in the first cache
-constexpr int64_t kRun = 32;     // rows whose columns are summed: they lie on few cache sets
+constexpr int64_t kRun = 128;    // rows whose columns are summed: their copy stays there too
+constexpr int64_t kAhead = 24;   // rows that are fetched ahead
 constexpr int64_t kLine = 64;
 
 // c[i][two vectors] (+)= sum over k of a[i][k] * b[k * b_step ..]. kTwo: else one vector. `next`: the rows of the call
@@ -62,7 +63,6 @@ HWY_NOINLINE void Dots(const T* const* a, const T* b, int64_t b_step, int64_t kc
 #undef JUMAR_X
     }
   }
-  // Row by row: rows of c may be the same one.
 #define JUMAR_X(i)                                                                \
   if constexpr (i < kRows) {                                                      \
     hn::StoreU(accumulate ? hn::Add(hn::LoadU(d, c[i]), lo##i) : lo##i, d, c[i]); \
@@ -75,11 +75,11 @@ HWY_NOINLINE void Dots(const T* const* a, const T* b, int64_t b_step, int64_t kc
 #undef JUMAR_X
 }
 
-// c[r * ldc][two vectors] (+)= sum over i < n of a[i * a_step + r] * rows[i][col ..]. kFetch: the next run's rows come
-// nearer.
-template <int kRows, bool kFetch, typename T>
-HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t col, int64_t n, T* c, int64_t ldc,
-                       bool accumulate) {
+// c[r * ldc][two vectors] (+)= sum over k < n of a[k * a_step + r] * b(k), where b(k) are two vectors at rows[k] + col,
+// which go to `copy` as well (kFirst), or those of the copy.
+template <int kRows, bool kFirst, typename T>
+HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t col, T* copy, int64_t n, T* c,
+                       int64_t ldc, bool accumulate) {
   const hn::ScalableTag<T> d;
   const size_t lanes = hn::Lanes(d);
 #define JUMAR_X(i)                           \
@@ -87,11 +87,14 @@ HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t
   [[maybe_unused]] auto hi##i = hn::Zero(d);
   JUMAR_PRODUCT_ROWS(JUMAR_X)
 #undef JUMAR_X
-  for (int64_t k = 0; k < n; ++k, a += a_step) {
-    const T* b = rows[k] + col;
-    if constexpr (kFetch) hwy::Prefetch(rows[k + kRun] + col);
+  const auto step = [&](int64_t k) HWY_ATTR {
+    const T* b = kFirst ? rows[k] + col : copy;
     const auto b0 = hn::LoadU(d, b);
     const auto b1 = hn::LoadU(d, b + lanes);
+    if constexpr (kFirst) {
+      hn::StoreU(b0, d, copy);
+      hn::StoreU(b1, d, copy + lanes);
+    }
 #define JUMAR_X(i)                    \
   if constexpr (i < kRows) {          \
     const auto x = hn::Set(d, a[i]);  \
@@ -100,7 +103,17 @@ HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t
   }
     JUMAR_PRODUCT_ROWS(JUMAR_X)
 #undef JUMAR_X
+    a += a_step;
+    copy += 2 * lanes;
+  };
+  int64_t k = 0;
+  if constexpr (kFirst) {
+    for (; k + kAhead < n; ++k) {
+      hwy::Prefetch(rows[k + kAhead] + col);
+      step(k);
+    }
   }
+  for (; k < n; ++k) step(k);
 #define JUMAR_X(i)                                                            \
   if constexpr (i < kRows) {                                                  \
     T* to = c + i * ldc;                                                      \
@@ -112,6 +125,49 @@ HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t
 #undef JUMAR_X
 }
 
+// c[i][0 .. cols) += sum over k < count of a[i * a_step + k] * b[panel][k], row by row: rows may be the same one.
+// `next`: the rows of the call that follows.
+template <int kRows, typename T>
+HWY_NOINLINE void Updates(const T* a, int64_t a_step, int64_t count, const T* b, int64_t b_panel, int64_t cols,
+                          T* const* c, T* const* next) {
+  const hn::ScalableTag<T> d;
+  const size_t lanes = hn::Lanes(d);
+  const size_t width = 2 * lanes;
+#define JUMAR_X(i) [[maybe_unused]] const T* a##i = a + std::min(i, kRows - 1) * a_step;
+  JUMAR_PRODUCT_ROWS(JUMAR_X)
+#undef JUMAR_X
+  for (int64_t j = 0; j < cols; j += static_cast<int64_t>(width), b += b_panel) {
+    for (int i = 0; i < kRows; ++i) hwy::Prefetch(next[i] + j);
+#define JUMAR_X(i)                           \
+  [[maybe_unused]] auto lo##i = hn::Zero(d); \
+  [[maybe_unused]] auto hi##i = hn::Zero(d);
+    JUMAR_PRODUCT_ROWS(JUMAR_X)
+#undef JUMAR_X
+    const T* bk = b;
+    for (int64_t k = 0; k < count; ++k, bk += width) {
+      const auto b0 = hn::LoadU(d, bk);
+      const auto b1 = hn::LoadU(d, bk + lanes);
+#define JUMAR_X(i)                      \
+  if constexpr (i < kRows) {            \
+    const auto x = hn::Set(d, a##i[k]); \
+    lo##i = hn::MulAdd(x, b0, lo##i);   \
+    hi##i = hn::MulAdd(x, b1, hi##i);   \
+  }
+      JUMAR_PRODUCT_ROWS(JUMAR_X)
+#undef JUMAR_X
+    }
+#define JUMAR_X(i)                                       \
+  if constexpr (i < kRows) {                             \
+    T* to = c[i] + j;                                    \
+    hn::StoreU(hn::Add(hn::LoadU(d, to), lo##i), d, to); \
+    to += lanes;                                         \
+    hn::StoreU(hn::Add(hn::LoadU(d, to), hi##i), d, to); \
+  }
+    JUMAR_PRODUCT_ROWS(JUMAR_X)
+#undef JUMAR_X
+  }
+}
+
 template <bool kTwo, typename T>
 auto DotsOf(int64_t rows) {
   using Ptr = void (*)(const T* const*, const T*, int64_t, int64_t, T* const*, bool, const T* const*);
@@ -121,10 +177,19 @@ auto DotsOf(int64_t rows) {
   return kTable[rows - 1];
 }
 
-template <bool kFetch, typename T>
+template <bool kFirst, typename T>
 auto SumsOf(int64_t rows) {
-  using Ptr = void (*)(const T*, int64_t, const T* const*, int64_t, int64_t, T*, int64_t, bool);
-#define JUMAR_X(i) &Sums<i + 1, kFetch, T>,
+  using Ptr = void (*)(const T*, int64_t, const T* const*, int64_t, T*, int64_t, T*, int64_t, bool);
+#define JUMAR_X(i) &Sums<i + 1, kFirst, T>,
+  static constexpr Ptr kTable[] = {JUMAR_PRODUCT_ROWS(JUMAR_X)};
+#undef JUMAR_X
+  return kTable[rows - 1];
+}
+
+template <typename T>
+auto UpdatesOf(int64_t rows) {
+  using Ptr = void (*)(const T*, int64_t, int64_t, const T*, int64_t, int64_t, T* const*, T* const*);
+#define JUMAR_X(i) &Updates<i + 1, T>,
   static constexpr Ptr kTable[] = {JUMAR_PRODUCT_ROWS(JUMAR_X)};
 #undef JUMAR_X
   return kTable[rows - 1];
@@ -164,33 +229,26 @@ template <typename T>
 void SumRows(const RowSums& x) {
   const int64_t width = Width<T>();
   const auto* rows = reinterpret_cast<const T* const*>(x.rows);
-  T* out = static_cast<T*>(x.out);
   // Lanes in groups of nearly one size: few accumulators do not fill the pipelines.
   const int64_t groups = (x.lanes + kRowsOfCall - 1) / kRowsOfCall;
   const int64_t tail = x.cols % width;
   const int64_t ld = x.panel_ld == 0 ? width : x.panel_ld;
-  HWY_ALIGN T edge[kRun * 2 * HWY_MAX_BYTES / sizeof(T)];
-  const T* edge_rows[kRun];
+  HWY_ALIGN T copy[kRun * 2 * HWY_MAX_BYTES / sizeof(T)];
   for (int64_t i = 0; i < x.n; i += kRun) {
     const int64_t run = std::min(kRun, x.n - i);
     const T* panel = static_cast<const T*>(x.panel) + i * ld;
     for (int64_t j = 0; j < x.cols; j += width) {
-      const T* const* from = rows + i;
-      int64_t col = j;
-      if (j + width > x.cols) {
-        for (int64_t r = 0; r < run; ++r) {
-          std::fill(std::copy_n(rows[i + r] + j, tail, edge + r * width), edge + (r + 1) * width, T(0));
-          edge_rows[r] = edge + r * width;
-        }
-        from = edge_rows;
-        col = 0;
+      const bool whole = j + width <= x.cols;
+      for (int64_t r = 0; r < run && !whole; ++r) {
+        T* to = copy + r * width;
+        std::fill(std::copy_n(rows[i + r] + j, tail, to), to + width, T(0));
       }
+      T* out = static_cast<T*>(x.out) + j;
       int64_t lane = 0;
       for (int64_t g = 0; g < groups; ++g) {
-        const int64_t count = (x.lanes - lane) / (groups - g);
-        const bool fetch = g == 0 && i + 2 * kRun <= x.n && from != edge_rows;
-        (fetch ? SumsOf<true, T>(count) : SumsOf<false, T>(count))(panel + lane, ld, from, col, run,
-                                                                   out + lane * x.ld + j, x.ld, x.accumulate || i > 0);
+        const int64_t count = (x.lanes - lane + groups - g - 1) / (groups - g);
+        const auto kernel = g == 0 && whole ? SumsOf<true, T>(count) : SumsOf<false, T>(count);
+        kernel(panel + lane, ld, rows + i, j, copy, run, out + lane * x.ld, x.ld, x.accumulate || i > 0);
         lane += count;
       }
     }
@@ -203,20 +261,11 @@ void UpdateRows(const RowUpdates& x) {
   const auto* rows = reinterpret_cast<T* const*>(x.rows);
   const T* panel = static_cast<const T*>(x.panel);
   const int64_t ld = x.ld == 0 ? width : x.ld;
-  const T* a[kRowsOfCall];
-  T* c[kRowsOfCall];
+  T* next[kRowsOfCall];
   for (int64_t i = 0; i < x.n; i += kRowsOfCall) {
     const int64_t count = std::min<int64_t>(kRowsOfCall, x.n - i);
-    const auto kernel = DotsOf<true, T>(count);
-    for (int64_t r = 0; r < count; ++r) a[r] = panel + (i + r) * ld;
-    const T* b = static_cast<const T*>(x.b);
-    for (int64_t j = 0; j < x.cols; j += width, b += x.b_panel) {
-      for (int64_t r = 0; r < count; ++r) {
-        c[r] = rows[i + r] + j;
-        hwy::Prefetch(rows[std::min(i + kRowsOfCall + r, x.n - 1)] + j);
-      }
-      kernel(a, b, width, x.lanes, c, true, a);
-    }
+    for (int64_t r = 0; r < count; ++r) next[r] = rows[std::min(i + kRowsOfCall + r, x.n - 1)];
+    UpdatesOf<T>(count)(panel + i * ld, ld, x.lanes, static_cast<const T*>(x.b), x.b_panel, x.cols, rows + i, next);
   }
 }
 

@@ -73,7 +73,7 @@ struct Setup {
   SparseAttentionInputs in;
   SparseAttentionGradients g;
   TensorView out, dy, max, sum;
-  std::vector<std::vector<char>> memory;
+  std::vector<testing::Memory> memory;
 };
 
 void BM_Forward(benchmark::State& state) {

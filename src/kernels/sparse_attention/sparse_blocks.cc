@@ -130,6 +130,16 @@ int64_t SparsePlan::ListSlots(const SparseUnit& unit, int32_t* rows) const {
   const TensorView& x = in.indices;
   const int64_t at = unit.batch * x.stride[0] + unit.query * x.stride[1] + unit.kv_head * x.stride[2];
   int64_t n = 0;
+  if (in.block_size == 1 && x.dtype == DType::kI32) {
+    // Without a branch: what is no slot is overwritten.
+    const int32_t* ids = x.ptr<const int32_t>() + at;
+    for (int64_t j = 0; j < shape.ids; ++j) {
+      const int64_t id = ids[j * x.stride[3]];
+      rows[n] = static_cast<int32_t>(unit.k_begin + id);
+      n += static_cast<int64_t>(static_cast<uint64_t>(id) < static_cast<uint64_t>(unit.limit));
+    }
+    return n;
+  }
   for (int64_t j = 0; j < shape.ids; ++j) {
     const int64_t id = Id(at + j * x.stride[3]);
     if (id < 0) continue;
