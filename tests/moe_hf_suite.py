@@ -16,6 +16,7 @@ import jumar
 from convert_hf_suite import (
     assert_close,
     check_save_and_load,
+    checkpointed,
     counted,
     generate,
     gradient_errors,
@@ -406,17 +407,10 @@ def test_autocast(name):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", SOME)
 def test_gradient_checkpointing(name, reentrant):
-    model = models.build(name).train()
-    inputs = models.example_inputs(model)
-    expected = step(model, inputs)
-    jumar.convert(model, CONVERTERS)
-    _, plain_calls = counted(lambda: step(model, inputs))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    if reentrant:
-        model.enable_input_require_grads()
-    actual, calls = counted(lambda: step(model, inputs))
-    assert_same(actual, expected)
-    assert calls["router_top_k"] == 2 * plain_calls["router_top_k"]  # recomputed
+    plain, recomputed = checkpointed(
+        name, reentrant, lambda model: jumar.convert(model, CONVERTERS), assert_same
+    )
+    assert recomputed["router_top_k"] == 2 * plain["router_top_k"]
 
 
 @pytest.mark.parametrize("name", SOME)
