@@ -10,7 +10,7 @@ from torch.library import opcheck
 import jumar
 from attention_util import normal
 from jumar import ops
-from op_util import assert_schemas, check_retain_graph, check_threads, peak_memory
+from op_util import assert_schemas, peak_memory
 from sparse_attention_util import CONFIGS, NAMES, Config, call, make
 
 
@@ -93,15 +93,6 @@ def test_opcheck():
                                arguments[11]))  # fmt: skip
 
 
-def test_double_backward_raises():
-    tensors, ids = make(Config())
-    query = tensors["query"].requires_grad_()
-    out = call(Config(), tensors, ids)[0]
-    (gradient,) = torch.autograd.grad(out.sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match="sparse_attention_backward: not differentiable"):
-        gradient.sum().backward()
-
-
 def test_statistics_take_no_gradient():
     tensors, ids = make(Config())
     tensors["query"].requires_grad_()
@@ -113,14 +104,6 @@ def test_statistics_take_no_gradient():
     assert plain[1].shape == plain[2].shape == (0,)
     plain[0].sum().backward()
     assert t["query"].grad.any()
-
-
-def test_retain_graph():
-    c = Config(rope=3, sinks=True)
-    tensors, ids = make(c)
-    check_retain_graph(
-        lambda *xs: call(c, dict(zip(tensors, xs, strict=True)), ids)[0], *tensors.values()
-    )
 
 
 def test_strides_and_expanded_gradients():
@@ -159,18 +142,6 @@ def test_autocast():
         out = call(c, tensors, ids)[0]
     narrow = {n: x if n == "sinks" else x.bfloat16() for n, x in tensors.items()}
     assert out.dtype == torch.bfloat16 and torch.equal(out, call(c, narrow, ids)[0])
-
-
-def test_bits_do_not_depend_on_threads():
-    c = Config(queries=70, keys=70, heads=18, size=40, rope=8, ids=20)
-    tensors, ids = make(c)
-
-    def step():
-        leaves = {k: x.detach().requires_grad_() for k, x in tensors.items()}
-        out = call(c, leaves, ids)[0]
-        return (out, *torch.autograd.grad(out.square().sum(), leaves.values()))
-
-    check_threads(step)
 
 
 def test_keys_that_nobody_picks_do_not_leak():
