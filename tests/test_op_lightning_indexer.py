@@ -171,6 +171,8 @@ def test_gradient_of_values(dtype):
 class Losses:
     """Inputs of both losses: attention with rope beside the indexer, and the statistics of attention."""
 
+    ids = torch.int32
+
     def __init__(self, dtype, batch, rows, keys, heads, size, count, n, d, rope, kv=1, every=False):
         self.dtype = dtype
         self.indexer = indexer(batch, rows, keys, heads, size, dtype)
@@ -207,7 +209,7 @@ class Losses:
 
     def sparse(self):
         return ops.npu_sparse_lightning_indexer_grad_kl_loss(
-            self.query, self.key, *self.indexer, self.indices.int().unsqueeze(2), self.top[:, None],
+            self.query, self.key, *self.indexer, self.indices.to(self.ids).unsqueeze(2), self.top[:, None],
             self.total[:, None], self.scale, **self.options(),
         )  # fmt: skip
 
@@ -305,6 +307,7 @@ def test_slots():
     case.indices = case.indices.repeat(1, 1, 2)
     case.compare(case.sparse(), case.exact_sparse())
     case.indices = case.indices.flip(-1)
+    case.ids = torch.int64
     case.compare(case.sparse(), case.exact_sparse())
     case.indices[:, 7] = -1
     got = case.sparse()

@@ -59,6 +59,7 @@ PARTS = {
     ),
     "moe_init_routing_v2": ("the body of npu_moe_init_routing_v2", "docs/ops/npu_moe_init_routing.md"),
     "moe_re_routing": ("the body of npu_moe_re_routing", "docs/ops/npu_moe_init_routing.md"),
+    "lightning_indexer": ("the body of npu_lightning_indexer", "docs/ops/npu_lightning_indexer.md"),
     "apply_adam_w_": ("the body of npu_apply_adam_w", "docs/ops/npu_apply_adam_w.md"),
     "grad_power_sums": ("Σ |x|^p over lists of tensors, for clip_grad_norm_", "docs/optim.md"),
     "scale_grads_": ("x = x · factor for lists of tensors, for clip_grad_norm_", "docs/optim.md"),

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from jumar.opinfo.attention import ATTENTION_COSTS
 from jumar.opinfo.attention_parts import PART_COSTS
 from jumar.opinfo.cost_types import Arg, Cost, Formula, recorded, streams
+from jumar.opinfo.lightning_indexer import LIGHTNING_INDEXER_COSTS
 from jumar.opinfo.moe_costs import MOE_COSTS
 from jumar.opinfo.router_costs import ROUTER_COSTS
 from jumar.opinfo.sparse_attention import SPARSE_ATTENTION_COSTS
@@ -158,6 +159,7 @@ COMPOSITES = (
     "npu_moe_gating_top_k",
     "npu_moe_gating_top_k_softmax_v2",
     "npu_fusion_attention_v2",
+    "npu_lightning_indexer",
     "npu_sparse_flash_attention",
     "npu_scaled_masked_softmax",
     "npu_scaled_masked_softmax_backward",
@@ -168,6 +170,7 @@ COMPOSITES = (
 FUSED_COSTS: dict[str, Formula] = {
     **ATTENTION_COSTS,
     **PART_COSTS,
+    **LIGHTNING_INDEXER_COSTS,
     **MOE_COSTS,
     **ROUTER_COSTS,
     **SPARSE_ATTENTION_COSTS,

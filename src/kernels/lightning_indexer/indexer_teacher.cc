@@ -11,9 +11,9 @@ void CheckTeacher(const IndexerPlan& plan, const IndexerTeacher& t) {
                 ShapeString(query), " and ", ShapeString(key));
     CheckShape(op, name, query, {q.size[0], q.size[1], t.query.size[2], query.size[3]}, q.dtype);
     CheckShape(op, key_name, key, {k.size[0], k.size[1], t.key.size[2], query.size[3]}, q.dtype);
-    JUMAR_CHECK(op, query.size[3] > 0, name, " must not be empty, got ", ShapeString(query));
   };
   pair("query", t.query, "key", t.key);
+  JUMAR_CHECK(op, t.query.size[3] > 0, "query must not be empty, got ", ShapeString(t.query));
   JUMAR_CHECK(op, (t.query_rope.rank == 0) == (t.key_rope.rank == 0),
               "query_rope and key_rope go together, got only one of them");
   if (t.query_rope.rank != 0) pair("query_rope", t.query_rope, "key_rope", t.key_rope);

@@ -16,7 +16,8 @@ struct TeacherPart {
 };
 inline std::vector<TeacherPart> TeacherParts(const IndexerTeacher& t) {
   std::vector<TeacherPart> parts = {{&t.query, &t.key, t.query.size[3]}};
-  if (t.query_rope.rank != 0) parts.push_back({&t.query_rope, &t.key_rope, t.query_rope.size[3]});
+  if (t.query_rope.rank != 0 && t.query_rope.size[3] > 0)
+    parts.push_back({&t.query_rope, &t.key_rope, t.query_rope.size[3]});
   return parts;
 }
 

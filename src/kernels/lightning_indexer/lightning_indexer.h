@@ -39,8 +39,8 @@ struct IndexerInputs {
 // The scores go through a running choice of 2 K candidates a row.
 void LightningIndexer(const char* op, const IndexerInputs& in, const TensorView& indices, const TensorView* values);
 
-// Gradients of `values`. dy, indices [B, S1, K]; slots of -1 are skipped whatever dy holds, others are used as they
-// stand, duplicates separately. With k' = key[indices], r = query . k':
+// Gradients of `values`. dy, indices (int32 or int64) [B, S1, K]; slots of -1 are skipped whatever dy holds, others are
+// used as they stand, duplicates separately. With k' = key[indices], r = query . k':
 //   dw[h] = sum over slots of dy * max(r, 0)     dr = w[h] * dy where r > 0, else 0
 //   dq[h] = sum over slots of dr * k'            dk[t] = sum over slots with index t, and heads, of dr * query
 void LightningIndexerGrad(const char* op, const IndexerInputs& in, const TensorView& dy, const TensorView& indices,

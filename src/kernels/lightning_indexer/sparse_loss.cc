@@ -55,15 +55,16 @@ class SparseRows {
   int64_t Slots(const SequencePair& s, int64_t i, int64_t limit, bool masked) {
     const int64_t count = indices_.size[2];
     const int64_t stride = indices_.stride[2];
-    const auto* from = reinterpret_cast<const int32_t*>(Element(indices_, s.batch, s.q_begin + i));
+    const char* from = Element(indices_, s.batch, s.q_begin + i);
     const int64_t end = masked ? plan_.in.key.size[1] : s.k_len;
     int64_t n = 0;
     for (int64_t j = 0; j < count; ++j) {
-      const int32_t id = from[j * stride];
+      const int64_t id = indices_.dtype == DType::kI32 ? reinterpret_cast<const int32_t*>(from)[j * stride]
+                                                       : reinterpret_cast<const int64_t*>(from)[j * stride];
       JUMAR_CHECK(plan_.op, id >= -1 && id < end, "sparse_indices is ", id, " at position [", s.batch, ", ",
                   s.q_begin + i, ", ", j, "], neither -1 nor within [0, ", end, ")");
       if (id < 0 || id >= limit) continue;
-      ids_[n] = id;
+      ids_[n] = static_cast<int32_t>(id);
       slots_[n++] = static_cast<int32_t>(j);
     }
     return n;
@@ -141,8 +142,10 @@ class TeacherRow {
 void CheckIndices(const IndexerPlan& plan, const TensorView& indices) {
   JUMAR_CHECK(plan.op, indices.rank == 3 && indices.size[2] > 0, "sparse_indices must hold some slots, got ",
               ShapeString(indices));
+  JUMAR_CHECK(plan.op, indices.dtype == DType::kI32 || indices.dtype == DType::kI64,
+              "sparse_indices must be int32 or int64, got ", Name(indices.dtype));
   CheckShape(plan.op, "sparse_indices", indices, {plan.in.query.size[0], plan.in.query.size[1], indices.size[2]},
-             DType::kI32);
+             indices.dtype);
 }
 
 template <typename C>
