@@ -12,3 +12,14 @@ def model_table(names=None) -> str:
     from jumar.hf.table import model_table as table
 
     return table(names)
+
+
+def register() -> None:
+    """Lets models of transformers name fused parts in their configuration, in place of a conversion.
+
+    ``attn_implementation="npu_sdpa"`` is the attention of the converter ``npu_sdpa``; ``experts_implementation="npu_gmm"``
+    (transformers 5) what ``npu_gmm`` and ``npu_permute`` make of experts. Twice is harmless.
+    """
+    from jumar.hf import interface
+
+    interface.register()

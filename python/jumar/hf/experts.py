@@ -23,8 +23,10 @@ from jumar.hf import heads, mlp, probe
 UNKNOWN = "unknown experts layout"
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-#: implementations of transformers' ``ExpertsInterface`` that compute what the class's own forward does
-_IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
+#: the fused one among the implementations of transformers' ``ExpertsInterface``: :mod:`jumar.hf.interface`
+FUSED = "npu_gmm"
+#: implementations that compute what the class's own forward does
+_IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm", FUSED)
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOP_K = 4, 8, 12, 5, 2
 #: what the trial's sizes are called in model libraries
