@@ -38,10 +38,14 @@ inline GemmOperand RightOperand(const TensorView& x) {
 
 // The fewest panels that hold `all` rows: `longer` of rows + 1, then some of `rows`.
 struct EvenPanels {
-  EvenPanels(int64_t all, int64_t width) : rows(all / Count(all, width)), longer(all % Count(all, width)) {}
-  static int64_t Count(int64_t all, int64_t width) { return all <= width ? 1 : CeilDiv(all, width); }
-  int64_t rows;
-  int64_t longer;
+  EvenPanels() = default;
+  EvenPanels(int64_t all, int64_t width) {
+    const int64_t count = all <= width ? 1 : CeilDiv(all, width);
+    rows = all / count;
+    longer = all % count;
+  }
+  int64_t rows = 0;
+  int64_t longer = 0;
 };
 
 // Rows [row, row + rows) by [k, k + kc) of an operand become ceil(rows / panel width) panels, `panel` packed elements

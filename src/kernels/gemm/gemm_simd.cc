@@ -117,6 +117,7 @@ MicroKernelPtr<T> KernelForRows(int64_t rows) {
 class Fetcher {
  public:
   Fetcher(const GemmAhead& memory, int64_t calls) : memory_(memory), at_(memory.data), left_(memory.runs) {
+    if (left_ == 0) return;
     const int64_t lines = memory.runs * CeilDiv(memory.bytes, static_cast<int64_t>(kLine));
     per_call_ = CeilDiv(lines, std::max<int64_t>(calls, 1));
   }
@@ -136,7 +137,7 @@ class Fetcher {
   const char* at_;
   int64_t left_;
   int64_t offset_ = 0;
-  int64_t per_call_;
+  int64_t per_call_ = 0;
 };
 
 template <bool kFetch, typename T>
@@ -150,8 +151,8 @@ void Multiply(const GemmBlock& block) {
   const int64_t calls = (block.m + kMR - 1) / kMR;
   constexpr int64_t kPerLine = kLine / sizeof(T);
   const int64_t ahead = calls < 8 ? 0 : (block.kc * nr + kPerLine * calls - 1) / (kPerLine * calls) * kPerLine;
-  const EvenPanels even(block.m, kMR);
-  Fetcher fetcher(block.ahead, calls * CeilDiv(block.n, nr));
+  const EvenPanels even = block.even ? EvenPanels(block.m, kMR) : EvenPanels();
+  Fetcher fetcher(block.ahead, calls * (block.n / nr + 1));
   for (int64_t j = 0; j < block.n; j += nr, b += block.b_panel, c_col += nr) {
     const int64_t cols = std::min(nr, block.n - j);
     const T* a = static_cast<const T*>(block.a);
