@@ -1,9 +1,10 @@
-// What benchmarks share: their operands.
+// What benchmarks share: their operands and sizes.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <new>
+#include <string>
 #include <vector>
 
 #include "jumar/tensor.h"
@@ -53,6 +54,29 @@ Memory RandomValues(DType dtype, int64_t n, const F& value_of) {
 inline Memory SmallValues(DType dtype, int64_t n) {
   return RandomValues(dtype, n,
                       [](uint32_t random) { return static_cast<float>(static_cast<int>(random >> 29) - 3) / 32; });
+}
+
+// The sizes of mixtures of experts: balanced or Zipf's shares, experts, tokens, dtype.
+struct Mixture {
+  bool zipf;
+  int64_t experts;
+  int64_t tokens;
+  DType dtype;
+  std::string Text() const {
+    return std::string(Name(dtype)) + "/" + std::to_string(experts) + "x" + std::to_string(tokens) +
+           (zipf ? "/zipf" : "/balanced");
+  }
+};
+inline std::vector<Mixture> Mixtures() {
+  std::vector<Mixture> all;
+  for (const bool zipf : {false, true}) {
+    for (const int64_t experts : {8, 64, 128}) {
+      for (const int64_t tokens : {512, 2048, 8192}) {
+        for (const DType dtype : {DType::kBF16, DType::kF32}) all.push_back({zipf, experts, tokens, dtype});
+      }
+    }
+  }
+  return all;
 }
 
 }  // namespace jumar::testing

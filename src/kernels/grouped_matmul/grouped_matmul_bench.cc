@@ -66,20 +66,13 @@ void BM_Grouped(benchmark::State& state, DType dtype, Form form, int64_t experts
 }
 
 const int kRegistered = [] {
-  for (const bool zipf : {false, true}) {
-    for (const int64_t experts : {8, 64, 128}) {
-      for (const int64_t tokens : {512, 2048, 8192}) {
-        for (const DType dtype : {DType::kBF16, DType::kF32}) {
-          for (const Form form : {kForward, kDgrad, kWgrad, kAll}) {
-            const char* names[] = {"forward", "dgrad", "wgrad", "all"};
-            const std::string name = std::string(names[form]) + "/" + Name(dtype) + "/" + std::to_string(experts) +
-                                     "x" + std::to_string(tokens) + (zipf ? "/zipf" : "/balanced");
-            benchmark::RegisterBenchmark(name.c_str(), BM_Grouped, dtype, form, experts, tokens, zipf, 1024, 768)
-                ->UseRealTime()
-                ->Unit(benchmark::kMillisecond);
-          }
-        }
-      }
+  for (const testing::Mixture& m : testing::Mixtures()) {
+    for (const Form form : {kForward, kDgrad, kWgrad, kAll}) {
+      const char* names[] = {"forward/", "dgrad/", "wgrad/", "all/"};
+      benchmark::RegisterBenchmark((names[form] + m.Text()).c_str(), BM_Grouped, m.dtype, form, m.experts, m.tokens,
+                                   m.zipf, 1024, 768)
+          ->UseRealTime()
+          ->Unit(benchmark::kMillisecond);
     }
   }
   return 0;

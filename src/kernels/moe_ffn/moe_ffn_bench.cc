@@ -81,20 +81,12 @@ void BM_MoeFfn(benchmark::State& state, DType dtype, bool backward, int64_t expe
 }
 
 const int kRegistered = [] {
-  for (const bool zipf : {false, true}) {
-    for (const int64_t experts : {8, 64, 128}) {
-      for (const int64_t tokens : {512, 2048, 8192}) {
-        for (const DType dtype : {DType::kBF16, DType::kF32}) {
-          for (const bool backward : {false, true}) {
-            const std::string name = std::string(backward ? "both" : "forward") + "/" + Name(dtype) + "/" +
-                                     std::to_string(experts) + "x" + std::to_string(tokens) +
-                                     (zipf ? "/zipf" : "/balanced");
-            benchmark::RegisterBenchmark(name.c_str(), BM_MoeFfn, dtype, backward, experts, tokens, zipf)
-                ->UseRealTime()
-                ->Unit(benchmark::kMillisecond);
-          }
-        }
-      }
+  for (const testing::Mixture& m : testing::Mixtures()) {
+    for (const bool backward : {false, true}) {
+      benchmark::RegisterBenchmark(((backward ? "both/" : "forward/") + m.Text()).c_str(), BM_MoeFfn, m.dtype, backward,
+                                   m.experts, m.tokens, m.zipf)
+          ->UseRealTime()
+          ->Unit(benchmark::kMillisecond);
     }
   }
   return 0;
