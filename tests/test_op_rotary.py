@@ -365,3 +365,26 @@ def test_equals_the_plain_rotation_of_a_model():
         assert math.isclose(scores[1, 0].item(), scores[6, 5].item(), rel_tol=1e-12)
         assert math.isclose(scores[0, 3].item(), scores[3, 6].item(), rel_tol=1e-12)
         torch.testing.assert_close(rows[0].norm(dim=-1), q.norm().expand(7))
+
+
+def test_interleave_rope():
+    x = signed(2, 3, 5, 8, dtype=torch.float64, seed=1).requires_grad_()
+    cos, sin = (signed(2, 1, 5, 8, dtype=torch.float64, seed=s).requires_grad_() for s in (2, 3))
+    even, odd = x[..., 0::2], x[..., 1::2]
+    want = torch.cat([even, odd], -1) * cos + torch.cat([-odd, even], -1) * sin
+    y = ops.npu_interleave_rope(x, cos, sin)
+    assert_ulp(y, want.detach(), 2.0, "y", floor=1e-15)
+    assert gradcheck(ops.npu_interleave_rope, (x, cos, sin))
+    # Scores are those of neighbours that stay neighbours.
+    table = cos[..., :4].detach().repeat_interleave(2, -1), sin[..., :4].detach().repeat_interleave(2, -1)
+    halves = [t[..., ::2].repeat(1, 1, 1, 2) for t in table]
+    a, b = (f @ f.mT for f in (ops.npu_rotary_mul(x, *table, "interleave"), ops.npu_interleave_rope(x, *halves)))
+    assert torch.allclose(a, b, rtol=0, atol=1e-12)
+    for bad, text in (
+        ((x[0], cos, sin), "x must be"),
+        ((x[..., :7], cos, sin), "D even"),
+        ((x, cos[..., :4], sin[..., :4]), "does not go with x"),
+        ((x, cos, sin[:1]), "do not go with input"),
+    ):
+        with pytest.raises(RuntimeError, match=f"npu_interleave_rope: .*{text}"):
+            ops.npu_interleave_rope(*bad)

@@ -161,6 +161,7 @@ COMPOSITES = (
     "npu_fusion_attention_v2",
     "npu_lightning_indexer",
     "npu_sparse_flash_attention",
+    "npu_interleave_rope",
     "npu_scaled_masked_softmax",
     "npu_scaled_masked_softmax_backward",
 )

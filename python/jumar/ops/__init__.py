@@ -64,7 +64,7 @@ from jumar.ops.rms_norm import (
     npu_rms_norm_backward,
     rms_norm_gated,
 )
-from jumar.ops.rotary import npu_rotary_mul, npu_rotary_mul_backward
+from jumar.ops.rotary import npu_interleave_rope, npu_rotary_mul, npu_rotary_mul_backward
 from jumar.ops.router import (
     npu_moe_gating_top_k,
     npu_moe_gating_top_k_backward,
@@ -102,6 +102,7 @@ __all__ = [
     "npu_gemma_rms_norm",
     "npu_grouped_matmul",
     "npu_grouped_matmul_add",
+    "npu_interleave_rope",
     "npu_lightning_indexer",
     "npu_lightning_indexer_grad",
     "npu_linear",

@@ -1,4 +1,4 @@
-"""``npu_rotary_mul``: rotary position embedding. See docs/ops/npu_rotary_mul.md."""
+"""``npu_rotary_mul`` and ``npu_interleave_rope``: rotary position embedding. See docs/ops/npu_rotary_mul.md."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from jumar.ops._wiring import (
     calls_operator,
+    define_composite,
     gradient,
     register_autograd,
     register_fake,
@@ -34,6 +35,22 @@ def npu_rotary_mul(
 
     Raises:
         RuntimeError: shapes, dtypes or the mode do not fit, or rotate is given and a gradient is required.
+    """
+
+
+@calls_operator
+def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of neighbours are rotated and come out in halves: ``npu_rotary_mul(cat(x[0::2], x[1::2]), cos, sin)``.
+
+    Args:
+        x: [B, N, S, D] with D even, fp32, bf16, fp16 or fp64, any strides.
+        cos, sin: [B, 1, S, D], any of the first three sizes may be 1; dtypes as :func:`npu_rotary_mul` takes them.
+
+    Returns:
+        Like x, contiguous, differentiable in all three.
+
+    Raises:
+        RuntimeError: shapes or dtypes do not fit.
     """
 
 
@@ -96,3 +113,22 @@ npu_rotary_mul_backward = gradient(
     "Gradients of :func:`npu_rotary_mul`: of input (like grad), of r1 and of r2 (in their shapes and dtypes).",
 )
 gradient("rotary_mul_backward", _dx_fake)
+
+
+def _interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    if x.dim() != 4 or x.shape[-1] % 2 != 0:
+        raise RuntimeError(
+            f"npu_interleave_rope: x must be [B, N, S, D] with D even, got {list(x.shape)}"
+        )
+    if cos.shape[-1:] != x.shape[-1:]:
+        raise RuntimeError(
+            f"npu_interleave_rope: cos {list(cos.shape)} does not go with x {list(x.shape)}"
+        )
+    _check("npu_interleave_rope", x, cos, sin, "half")
+    halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.ops.jumar.npu_rotary_mul(halves, cos, sin, "half")
+
+
+define_composite(
+    "npu_interleave_rope(Tensor x, Tensor cos, Tensor sin) -> Tensor", _interleave_rope
+)
