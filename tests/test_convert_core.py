@@ -43,7 +43,8 @@ def scratch_registry(monkeypatch):
 
 def test_known_names():
     assert list(known_converters()) == [
-        "npu_rms_norm", "npu_rope", "npu_sdpa", "npu_swiglu", "npu_linear", "npu_loss", "npu_gmm", "npu_permute", "npu_router",
+        "npu_rms_norm", "npu_rope", "npu_sdpa", "npu_dsa", "npu_swiglu", "npu_linear", "npu_loss", "npu_gmm", "npu_permute",
+        "npu_router",
     ]
     for alias, name in {
         "rms_norm": "npu_rms_norm",
@@ -169,6 +170,7 @@ def test_kernelize_takes_what_applies():
         "npu_rms_norm": 2,
         "npu_rope": 0,
         "npu_sdpa": 0,
+        "npu_dsa": 0,
         "npu_swiglu": 2,
         "npu_linear": 6,
         "npu_loss": 0,

@@ -164,6 +164,10 @@ BUILT_IN: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "qwen3_5_moe": ("Qwen3_5MoeForConditionalGeneration", _qwen3_5_moe),
     "deepseek_v3": ("DeepseekV3ForCausalLM", _text("DeepseekV3", **_DEEPSEEK)),
+    "deepseek_v32": (
+        "DeepseekV32ForCausalLM",
+        _text("DeepseekV32", **_DEEPSEEK, index_n_heads=8, index_head_dim=16, index_topk=5),
+    ),
 }
 
 

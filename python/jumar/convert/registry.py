@@ -99,7 +99,7 @@ class ModuleConverter(Converter):
             yield site
 
 
-_BUILT_IN = ("rms_norm", "rope", "sdpa", "swiglu", "linear", "loss", "moe")
+_BUILT_IN = ("rms_norm", "rope", "sdpa", "dsa", "swiglu", "linear", "loss", "moe")
 _converters: dict[str, Converter] = {}
 _aliases: dict[str, str] = {}
 

@@ -187,6 +187,8 @@ def recognise(module: nn.Module) -> Verdict:
     sinks = getattr(module, "sinks", None) is not None
     if name == "eager" and not (sinks and "s_aux=" in source):
         return Miss("its attention is 'eager', which can return weights; choose 'sdpa' first")
+    if "topk_indices" in _source(type(module)):
+        return Miss("its keys are chosen by an indexer, as npu_dsa does it")
     if name not in FUSED:
         return Miss(f"its attention is {name!r}")
     if sinks and "s_aux=" not in source:

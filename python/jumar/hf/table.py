@@ -21,6 +21,7 @@ _TITLES = {
     "qwen3_next": "Qwen3-Next",
     "qwen3_5_moe": "Qwen3.5-MoE",
     "deepseek_v3": "DeepSeek-V3",
+    "deepseek_v32": "DeepSeek-V3.2",
 }
 
 

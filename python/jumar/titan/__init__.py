@@ -26,7 +26,7 @@ from torchtitan.models.common.linear import Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE, RoPE
 
-from jumar.titan import attention, modules, moe
+from jumar.titan import attention, dsa, modules, moe
 from jumar.titan.loss import LossConverter
 from jumar.titan.nodes import Converter, install
 
@@ -46,6 +46,7 @@ CONVERTERS: dict[str, Converter] = {
             },
         ),
         attention.CONVERTER,
+        dsa.CONVERTER,
         Converter(
             "npu_swiglu",
             "swiglu_gate_up",
@@ -64,6 +65,7 @@ CONVERTERS: dict[str, Converter] = {
 npu_rms_norm = install(_REGISTRY, Override, CONVERTERS["npu_rms_norm"])
 npu_rope = install(_REGISTRY, Override, CONVERTERS["npu_rope"])
 npu_sdpa = install(_REGISTRY, Override, CONVERTERS["npu_sdpa"])
+npu_dsa = install(_REGISTRY, Override, CONVERTERS["npu_dsa"])
 npu_swiglu = install(_REGISTRY, Override, CONVERTERS["npu_swiglu"])
 npu_linear = install(_REGISTRY, Override, CONVERTERS["npu_linear"])
 npu_gmm = install(_REGISTRY, Override, CONVERTERS["npu_gmm"])
@@ -76,6 +78,7 @@ from jumar.titan.plan import count_modules, plan
 __all__ = [
     "CONVERTERS",
     "count_modules",
+    "npu_dsa",
     "npu_gmm",
     "npu_linear",
     "npu_loss",

@@ -88,7 +88,7 @@ class SparseAttention(Module):
         latent: Tensor,
         k_pe: Tensor,
         wkv_b: nn.Module,
-        index: tuple[Tensor, Tensor, Tensor],
+        index: dsa.Index,
         documents: VarlenMetadata | None,
         scale: float,
     ) -> Tensor:
@@ -114,7 +114,8 @@ class SparseAttention(Module):
             with torch.no_grad():
                 chosen = eager.choose(eager.scores(*index), seen, self.topk)
         out = eager.attention(q, key, value, chosen, scale)
-        return self.learn(out, index, (q, key, chosen), functools.partial(eager.kl, scale=scale))
+        kl = functools.partial(eager.kl, scale=scale)
+        return self.learn(out, (q, key, chosen), kl, index, batch * length)
 
     @staticmethod
     def expand(latent: Tensor, wkv_b: nn.Module, heads: int, nope: int) -> tuple[Tensor, Tensor]:
@@ -122,13 +123,12 @@ class SparseAttention(Module):
         kv = wkv_b(latent).unflatten(-1, (heads, -1))
         return kv.split([nope, kv.shape[-1] - nope], dim=-1)
 
-    def learn(self, out: Tensor, index: tuple[Tensor, Tensor, Tensor], constants: tuple, kl: Any) -> Tensor:
-        """``out``, which carries the indexer's loss; see :func:`jumar.dsa.learn`."""
+    def learn(self, out: Tensor, constants: tuple, kl: Any, index: dsa.Index, queries: int) -> Tensor:
+        """``out``, which carries the indexer's loss over so many queries; see :func:`jumar.dsa.learn`."""
         if not (self.training and self.loss_coeff):
             return out
-        batch, length = index[0].shape[:2]
-        factor = self.loss_coeff / (self.step_queries or batch * length)
-        return dsa.learn(out, index, constants, kl, factor, self.meter)
+        factor = self.loss_coeff / (self.step_queries or queries)
+        return dsa.learn(out, constants, kl, index, factor, self.meter)
 
 
 class DeepSeekV32Attention(Attention):

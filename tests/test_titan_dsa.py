@@ -1,0 +1,218 @@
+"""npu_dsa in torchtitan: DeepSeek-V3.2's sparse attention on the operators beside its eager form."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torchtitan")
+
+import jumar
+from jumar import dsa, titan
+from jumar.convert import ConverterError
+from jumar.titan.deepseek_v32 import SparseAttention, eager
+from jumar.titan.deepseek_v32.model import create_varlen_metadata_for_document
+from jumar.titan.dsa import FusedSparseAttention
+from jumar.titan.models import model_spec
+from jumar.verify.models import FACTOR, FLOOR
+from train_util import quickly, train_job, write_job
+
+NAMES = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]
+BATCH, LENGTH, HEADS, NOPE, ROPE, RANK, VALUE = 2, 41, 4, 12, 8, 20, 10
+INDEX_HEADS, INDEX_DIM, TOPK = 5, 16, 7
+
+_quick = pytest.fixture(autouse=True, scope="module")(quickly)
+
+
+def _inputs(dtype, seed=0):
+    """What the core is called with: leaves in fp64 that ``dtype`` can hold."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def leaf(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).double()
+
+    rows = (BATCH, LENGTH)
+    return {
+        "q_nope": leaf(*rows, HEADS, NOPE),
+        "q_pe": leaf(*rows, HEADS, ROPE),
+        "latent": leaf(*rows, RANK),
+        "k_pe": leaf(*rows, 1, ROPE),
+        "weight": leaf(HEADS * (NOPE + VALUE), RANK),
+        "q": leaf(*rows, INDEX_HEADS, INDEX_DIM),
+        "k": leaf(*rows, 1, INDEX_DIM),
+        "w": leaf(*rows, INDEX_HEADS) / 8,
+    }
+
+
+DOCUMENTS = {
+    "one document a row": None,
+    "packed": [13, 1, 27],
+    "many short ones": [1, 2, 3, 5, 7, 11, 12],
+}
+
+
+def _documents(lengths):
+    if lengths is None:
+        return None
+    positions = torch.cat([torch.arange(n) for n in lengths]).expand(BATCH, -1)
+    return create_varlen_metadata_for_document(positions, include_host_offsets=True)
+
+
+def _run(kind, inputs, dtype, documents=None, stage="sparse"):
+    """(results by name, mean loss of the indexer) of one forward and backward pass of a core."""
+    core = kind(SparseAttention.Config(topk=TOPK, stage=stage))
+    leaves = {n: t.to(dtype).clone().requires_grad_() for n, t in inputs.items()}
+    if dtype == torch.bfloat16:
+        leaves["w"] = inputs["w"].float().requires_grad_()
+    projection = torch.nn.Linear(RANK, 1, bias=False)
+    del projection.weight
+    projection.weight = leaves["weight"]
+    out = core(
+        (leaves["q_nope"], leaves["q_pe"]),
+        leaves["latent"],
+        leaves["k_pe"],
+        projection,
+        (leaves["q"], leaves["k"], leaves["w"]),
+        documents,
+        0.3,
+    )
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(out.dtype))
+    results = {"out": out.detach()} | {f"d{n}": t.grad for n, t in leaves.items()}
+    return results, core.meter.take() / (BATCH * LENGTH)
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_core_beside_eager(dtype, documents, stage):
+    """Outputs and every gradient are as near to fp64 as eager's; FACTOR and FLOOR are those of whole models."""
+    inputs, cut = _inputs(dtype), _documents(DOCUMENTS[documents])
+    exact, loss = _run(SparseAttention, inputs, torch.float64, cut, stage)
+    jumar.reset_call_counts()
+    fused, fused_loss = _run(FusedSparseAttention, inputs, dtype, cut, stage)
+    calls = jumar.call_counts()
+    plain, _ = _run(SparseAttention, inputs, dtype, cut, stage)
+    assert calls["npu_sparse_flash_attention" if stage == "sparse" else "npu_fusion_attention"] == 1
+    # fp64 is its own oracle, but for the order of sums.
+    unit = torch.finfo(dtype).eps * (16 if dtype == torch.float64 else 1)
+    for name, expected in exact.items():
+        assert fused[name].dtype == plain[name].dtype and fused[name].shape == expected.shape
+        largest = expected.abs().max()
+        ours, theirs = ((t[name].double() - expected).abs().max() / largest for t in (fused, plain))
+        assert ours <= FACTOR * theirs + FLOOR * unit, (name, ours.item(), theirs.item())
+    # The teacher's queries are rounded to 16 bits.
+    tolerance = {torch.float64: 1e-8, torch.float32: 2e-5, torch.bfloat16: 1e-3}[dtype]
+    torch.testing.assert_close(fused_loss.double(), loss.double(), rtol=tolerance, atol=1e-7)
+
+
+def test_the_same_keys_are_chosen(monkeypatch):
+    inputs = {n: t.float() for n, t in _inputs(torch.float32).items()}
+    seen = []
+    operator = dsa.ops.npu_lightning_indexer
+    monkeypatch.setattr(dsa.ops, "npu_lightning_indexer", lambda *a, **k: seen.append(operator(*a, **k)) or seen[-1])
+    _run(FusedSparseAttention, inputs, torch.float32)
+    indices = seen[0][0][:, :, 0].long()
+    scores = eager.scores(inputs["q"], inputs["k"], inputs["w"])
+    expected = eager.choose(scores, eager.visible(BATCH, LENGTH, None, scores.device), TOPK)
+    found = torch.zeros(BATCH, LENGTH, LENGTH + 1, dtype=torch.bool)
+    found.scatter_(-1, indices.where(indices >= 0, LENGTH), True)
+    assert torch.equal(found[..., :-1], expected)
+
+
+def test_adapters_on_the_projection_count():
+    """A layer that is more than its weight is asked for what it does to unit vectors."""
+
+    class Adapted(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(RANK, 6, bias=False)
+            self.more = torch.nn.Linear(RANK, 6, bias=False)
+
+        def forward(self, x):
+            return super().forward(x) + self.more(x)
+
+    layer, like = Adapted(), torch.zeros(1)
+    torch.testing.assert_close(dsa.weight_of(layer, RANK, like), layer.weight + layer.more.weight)
+    plain = torch.nn.Linear(RANK, 6, bias=False)
+    assert dsa.weight_of(plain, RANK, like) is plain.weight
+
+
+def test_only_models_with_an_indexer_match():
+    report = titan.plan(model_spec("deepseek_v32", "tiny"), NAMES)
+    sites = [site for site in report.sites if site.converter == "npu_dsa"]
+    assert [s.path for s in sites] == [f"layers.{n}.attention.inner_attention" for n in range(3)]
+    assert all(site.status == "replaced" for site in sites)
+    with pytest.raises(ConverterError, match="matched nothing in this model: npu_dsa"):
+        titan.plan(model_spec("deepseek_v3", "tiny"), NAMES)
+    assert not titan.plan(model_spec("deepseek_v32", "tiny"), ["npu_sdpa?"]).replaced
+
+
+def test_job_file():
+    """The job that comes with the package: its lines go together, and replace every site."""
+    from jumar.train import mapping
+    from jumar.train.job import load
+
+    job = load(str(Path(__file__).parents[1] / "configs" / "deepseek_v32_debug.toml"), [])
+    assert (job["model"]["name"], job["model"]["flavor"]) == ("deepseek_v32", "debugmodel")
+    assert job["model"]["converters"] == NAMES
+    report = titan.plan(mapping.model_spec(job), NAMES)
+    assert not report.unmatched and not report.skipped
+
+
+def _job(folder, *overrides, converters=NAMES):
+    job = write_job(folder, converters)
+    options = ["model.name=deepseek_v32", "training.seq_len=48", "optimizer.lr=3e-3"]
+    return train_job(job, *options, *overrides)
+
+
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_ten_steps_beside_eager(tmp_path, stage):
+    """fp32; torchtitan's own experts round to bf16, so those are fused in both."""
+    fused = _job(tmp_path / "fused", f"model.indexer_stage={stage}")
+    eager_run = _job(tmp_path / "eager", f"model.indexer_stage={stage}", converters=NAMES[2:])
+    # Adam divides the indexers' small gradients by themselves.
+    for key, bound, later in (("loss", 1e-5, 1e-4), ("indexer_loss", 1e-4, 1e-2)):
+        ours, theirs = ([r[key] for r in run["records"]] for run in (fused, eager_run))
+        assert len(ours) == 10 and ours == pytest.approx(theirs, rel=later), key
+        assert ours[:3] == pytest.approx(theirs[:3], rel=bound), key
+    row = next(row for row in fused["operators"] if row["converter"] == "npu_dsa")
+    assert row["planned"] == row["replaced"] == row["modules"] == 3
+    assert row["calls"] >= 30 and row["backward_calls"] >= (30 if stage == "sparse" else 0)
+    kind = "sparse" if stage == "sparse" else "dense"
+    assert fused["calls"][f"npu_{kind}_lightning_indexer_grad_kl_loss"] == 30
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_activation_checkpointing_does_not_compute_the_loss_again(tmp_path, mode):
+    plain, again = (
+        _job(tmp_path / m, "training.steps=3", f"activation_checkpoint.mode={m}") for m in ("none", mode)
+    )
+    for key in ("loss", "indexer_loss"):
+        assert [r[key] for r in plain["records"]] == [r[key] for r in again["records"]]
+    for run in (plain, again):
+        assert run["calls"]["npu_sparse_lightning_indexer_grad_kl_loss"] == 9
+    assert again["calls"]["npu_lightning_indexer"] == 18
+
+
+def test_resumed_run_gives_the_same_bits(tmp_path):
+    steps = ["training.steps=4", "lr_scheduler.total_steps=10"]
+    saved = [*steps, "checkpoint.enable=true", "checkpoint.interval=2"]
+    whole = _job(tmp_path / "whole", *steps)
+    first = _job(tmp_path / "parts", *saved, "training.steps=2")
+    second = _job(tmp_path / "parts", *saved)
+    for key in ("loss", "indexer_loss", "grad_norm"):
+        assert [r[key] for r in first["records"] + second["records"]] == [r[key] for r in whole["records"]]
+
+
+def test_low_rank_adapters_reach_the_fused_attention(tmp_path):
+    options = ["lora.enable=true", "lora.target_modules=wkv_b,wq_b", "training.steps=4"]
+    fused, plain = (_job(tmp_path / str(len(n)), *options, converters=n) for n in (NAMES, NAMES[2:]))
+    assert fused["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert fused["losses"][-1] != fused["losses"][0]
+
+
+def test_it_survives_a_copy():
+    core = FusedSparseAttention(SparseAttention.Config(topk=3))
+    assert type(copy.deepcopy(core)) is FusedSparseAttention
