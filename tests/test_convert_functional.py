@@ -82,8 +82,15 @@ class FlexCompiled(Base):
         return self.merge(compiled_flex(*self.heads(x), block_mask=mask, enable_gqa=True, **options))
 
 
+class FlexOfAClass(Base):
+    attend = torch.compile(flex_attention)
+
+    def forward(self, x, mask=None, **options):
+        return self.merge(FlexOfAClass.attend(*self.heads(x), block_mask=mask, enable_gqa=True, **options))
+
+
 SDPA = (ByModule, ByTorch, ByName, ByHelper)
-FLEX = (Flex, FlexByModule, FlexCompiled)
+FLEX = (Flex, FlexByModule, FlexCompiled, FlexOfAClass)
 
 
 def made(cls, *args):

@@ -23,6 +23,7 @@ FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_next",
     "qwen3_5_moe", "deepseek_v3",
 )  # fmt: skip
+FAMILIES = tuple(family for family in FAMILIES if family in models.available())
 #: Layers with attention of the built-in models, where not all of two have it.
 LAYERS = {"qwen3_next": 1, "qwen3_5_moe": 1, "deepseek_v3": 3}
 

@@ -25,8 +25,8 @@ pytestmark = pytest.mark.skipif(
     not _installed().startswith("0.2."), reason=f"needs torchtitan 0.2.x, found {_installed()}"
 )
 
-CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear"]
-MOE = ["npu_rms_norm", "npu_swiglu", "npu_linear", "npu_gmm", "npu_permute", "npu_router"]
+CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_sdpa", "npu_swiglu", "npu_linear"]
+MOE = ["npu_rms_norm", "npu_sdpa", "npu_swiglu", "npu_linear", "npu_gmm", "npu_permute", "npu_router"]
 _JOB = """
 [job]
 dump_folder = "{folder}/out"
@@ -117,7 +117,16 @@ def test_losses_and_counts(folder, model, norms, linears):
     fused = _run(folder, model, CONVERTERS)
     assert f"npu_rms_norm: {norms} modules replaced" in fused
     assert f"npu_linear: {linears} modules replaced" in fused
+    assert f"npu_sdpa: {dict(qwen3=8, llama3=6)[model]} modules replaced" in fused
     assert _losses(fused) == pytest.approx(_losses(_run(folder, model, [])), rel=1e-5)
+
+
+def test_flex_attention(folder):
+    """FlexAttention has no backward on CPUs: with npu_sdpa the model of documents trains, without it there is none."""
+    fused = _run(folder, "llama3", CONVERTERS, "--model.flavor=debugmodel_flex_attn")
+    assert "npu_sdpa: 6 modules replaced" in fused
+    losses = _losses(fused)
+    assert losses[2] < losses[0]
 
 
 def test_two_processes(folder):

@@ -59,6 +59,11 @@ def _replacement(value: Any, names: set[str]) -> Any:
     if isinstance(value, types.ModuleType):
         path = next((names_of for module, names_of in _PATHS.items() if module is value), None)
         return _shadow(value) if path is not None and path <= names else None
+    if isinstance(value, type):
+        # torchtitan 0.2 keeps its compiled form on a class.
+        own = {n: v for n, v in vars(value).items() if n in names and callable(v) and _is_flex(v)}
+        own = {n: functions.flex_attention_by(v) for n, v in own.items()}
+        return type(value)(value.__name__, (value,), own) if own else None
     return functions.flex_attention_by(value) if callable(value) and _is_flex(value) else None
 
 

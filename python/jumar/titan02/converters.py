@@ -14,7 +14,7 @@ from jumar.convert.errors import ConverterError
 from jumar.convert.report import Report, Site
 from jumar.titan02 import moe, rope
 
-CONVERTERS = ("npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear", "npu_gmm", "npu_permute", "npu_router")
+CONVERTERS = ("npu_rms_norm", "npu_rope", "npu_sdpa", "npu_swiglu", "npu_linear", "npu_gmm", "npu_permute", "npu_router")
 
 
 def _report(model: nn.Module, name: str, parallel_dims: Any) -> Report:
