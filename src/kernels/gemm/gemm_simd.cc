@@ -33,12 +33,14 @@ constexpr int kMR = 6;
 // hardware prefetcher leaves at page borders.
 constexpr int kAhead = 512;
 constexpr size_t kLine = 64;
+constexpr int64_t kFetchSteps = 8;
 
 // c[kRows x 2 vectors] (+)= sum over k of a[k][0..kRows) x b[k][..]. One accumulator per element, k ascending.
-// kFetch: operands come from memory.
+// kFetch: operands come from memory. Meanwhile lines from `ahead` on, `ahead_step` bytes apart, are asked for, one
+// every kFetchSteps of k.
 template <int kRows, bool kFetch, typename T>
 HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_RESTRICT b, T* HWY_RESTRICT c,
-                              int64_t ldc, bool accumulate) {
+                              int64_t ldc, bool accumulate, const char* ahead, int64_t ahead_step) {
   const hn::ScalableTag<T> d;
   const size_t lanes = hn::Lanes(d);
 #define JUMAR_X(i)                           \
@@ -75,11 +77,16 @@ HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_
   };
   // Steps of k whose elements of A fill about one cache line.
   constexpr int64_t kUnroll = kMR * sizeof(T) >= kLine ? 1 : 2;
-  int64_t k = 0;
-  for (; k + kUnroll <= kc; k += kUnroll) {
+  const auto steps = [&]() HWY_ATTR {
     if constexpr (kFetch) hwy::Prefetch(a + kAhead);
     for (int64_t u = 0; u < kUnroll; ++u) step();
+  };
+  int64_t k = 0;
+  for (; k + kFetchSteps <= kc; k += kFetchSteps, ahead += ahead_step) {
+    __builtin_prefetch(ahead, 0, 2);
+    for (int64_t u = 0; u < kFetchSteps; u += kUnroll) steps();
   }
+  for (; k + kUnroll <= kc; k += kUnroll) steps();
   for (; k < kc; ++k) step();
   if (accumulate) {
 #define JUMAR_X(i)                                         \
@@ -103,7 +110,7 @@ HWY_NOINLINE void MicroKernel(int64_t kc, const T* HWY_RESTRICT a, const T* HWY_
 }
 
 template <typename T>
-using MicroKernelPtr = void (*)(int64_t, const T*, const T*, T*, int64_t, bool);
+using MicroKernelPtr = void (*)(int64_t, const T*, const T*, T*, int64_t, bool, const char*, int64_t);
 
 template <bool kFetch, typename T>
 MicroKernelPtr<T> KernelForRows(int64_t rows) {
@@ -113,31 +120,30 @@ MicroKernelPtr<T> KernelForRows(int64_t rows) {
   return kTable[rows - 1];
 }
 
-// Asks for memory, a few lines at a time, so that it arrives while a product is computed.
+// Shares out the lines of memory that is wanted soon: down the runs, line by line.
 class Fetcher {
  public:
-  Fetcher(const GemmAhead& memory, int64_t calls) : memory_(memory), at_(memory.data), left_(memory.runs) {
-    if (left_ == 0) return;
-    const int64_t lines = memory.runs * CeilDiv(memory.bytes, static_cast<int64_t>(kLine));
-    per_call_ = CeilDiv(lines, std::max<int64_t>(calls, 1));
-  }
-  void Some() {
-    for (int64_t i = 0; i < per_call_ && left_ > 0; ++i) {
-      __builtin_prefetch(at_ + offset_, 0, 2);
-      offset_ += kLine;
-      if (offset_ < memory_.bytes) continue;
-      offset_ = 0;
-      at_ += memory_.stride;
-      --left_;
-    }
+  explicit Fetcher(const GemmAhead& memory) : memory_(memory) {}
+
+  struct Lines {
+    const char* first;
+    int64_t step;
+  };
+  // At most `count` lines of one column of lines; those of `other` over and over when there are none left.
+  Lines Next(int64_t count, const void* other) {
+    if (offset_ >= memory_.bytes || memory_.runs == 0) return {static_cast<const char*>(other), 0};
+    const Lines lines{memory_.data + run_ * memory_.stride + offset_, memory_.stride};
+    run_ += count;
+    if (run_ < memory_.runs) return lines;
+    run_ = 0;
+    offset_ += kLine;
+    return lines;
   }
 
  private:
   const GemmAhead& memory_;
-  const char* at_;
-  int64_t left_;
+  int64_t run_ = 0;
   int64_t offset_ = 0;
-  int64_t per_call_ = 0;
 };
 
 template <bool kFetch, typename T>
@@ -152,7 +158,8 @@ void Multiply(const GemmBlock& block) {
   constexpr int64_t kPerLine = kLine / sizeof(T);
   const int64_t ahead = calls < 8 ? 0 : (block.kc * nr + kPerLine * calls - 1) / (kPerLine * calls) * kPerLine;
   const EvenPanels even = block.even ? EvenPanels(block.m, kMR) : EvenPanels();
-  Fetcher fetcher(block.ahead, calls * (block.n / nr + 1));
+  Fetcher fetcher(block.ahead);
+  const int64_t lines = block.kc / kFetchSteps;
   for (int64_t j = 0; j < block.n; j += nr, b += block.b_panel, c_col += nr) {
     const int64_t cols = std::min(nr, block.n - j);
     const T* a = static_cast<const T*>(block.a);
@@ -164,18 +171,18 @@ void Multiply(const GemmBlock& block) {
         for (int64_t t = 0; t < ahead; t += kPerLine) __builtin_prefetch(next + t, 0, 2);
         next += ahead;
       }
-      fetcher.Some();
+      const Fetcher::Lines fetch = fetcher.Next(lines, a);
       rows = block.even ? even.rows + (panel < even.longer ? 1 : 0) : std::min<int64_t>(kMR, block.m - i);
       const MicroKernelPtr<T> kernel = KernelForRows<kFetch, T>(rows);
       if (cols == nr) {
-        kernel(block.kc, a, b, c, block.ldc, block.accumulate);
+        kernel(block.kc, a, b, c, block.ldc, block.accumulate, fetch.first, fetch.step);
         continue;
       }
       const size_t bytes = static_cast<size_t>(cols) * sizeof(T);
       if (block.accumulate) {
         for (int64_t r = 0; r < rows; ++r) std::memcpy(edge + r * nr, c + r * block.ldc, bytes);
       }
-      kernel(block.kc, a, b, edge, nr, block.accumulate);
+      kernel(block.kc, a, b, edge, nr, block.accumulate, fetch.first, fetch.step);
       for (int64_t r = 0; r < rows; ++r) std::memcpy(c + r * block.ldc, edge + r * nr, bytes);
     }
   }
