@@ -16,6 +16,8 @@ from jumar.convert import ConverterError, plan
 from op_util import assert_ulp
 
 transformers = pytest.importorskip("transformers")
+from transformers import masking_utils
+
 from jumar.hf import attention, masks
 
 NAME = ["npu_sdpa"]
@@ -153,9 +155,44 @@ def test_sliding_window_is_a_band(padded):
 def lazy_only(monkeypatch):
     """Fails where a mask is made as a matrix."""
     monkeypatch.setattr(masks.LazyMask, "value", lambda self: pytest.fail("a matrix was made"))
-    from transformers import masking_utils
-
     monkeypatch.setattr(masking_utils, "sdpa_mask", lambda **_: pytest.fail("a matrix was made"))
+
+
+@pytest.mark.skipif(not hasattr(masking_utils, "remap_positions_for_packed_sequence"), reason="transformers 5")
+@pytest.mark.parametrize("padded", [False, True])
+def test_masks_are_those_of_transformers(padded):
+    """Whatever is read from a composed function equals what transformers makes of it; what cannot be read is a matrix."""
+    known = masking_utils
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, *range(7)]])
+    packed, window = known.packed_sequence_mask_function(ids), known.sliding_window_causal_mask_function(3)
+    remap = known.remap_positions_for_packed_sequence
+    functions = {
+        "causal": known.causal_mask_function,
+        "full": known.bidirectional_mask_function,
+        "window": window,
+        "both sides": known.sliding_window_bidirectional_mask_function(2),
+        "packed": known.and_masks(known.causal_mask_function, packed),
+        "packed window": known.and_masks(remap(window, positions), packed),
+        "chunks": known.chunked_causal_mask_function(3, torch.tensor([0, 2])),
+        "other positions": known.and_masks(remap(window, 2 * positions), packed),
+        "not packed": remap(window, positions),
+        "or": known.or_masks(window, packed),
+        "ids that return": known.packed_sequence_mask_function(ids % 2),
+    }
+    options = dict(batch_size=2, kv_length=8, q_length=8, allow_is_causal_skip=False)
+    if padded:
+        options["attention_mask"] = torch.tensor([[False] * 2 + [True] * 6, [True] * 5 + [False] * 3])
+    for name, function in functions.items():
+        made = masks.attention_mask(mask_function=function, **options)
+        read = isinstance(made, masks.LazyMask)
+        assert read == (name not in ("chunks", "other positions", "not packed", "or", "ids that return"))
+        want = known.sdpa_mask(mask_function=function, **options)
+        assert torch.equal(made.value() if read else made, want), name
+    options |= {"q_length": 3, "q_offset": 4, "kv_offset": 1, "kv_length": 6}
+    for name in ("causal", "full", "window"):
+        made = masks.attention_mask(mask_function=functions[name], **options)
+        assert torch.equal(made.value(), known.sdpa_mask(mask_function=functions[name], **options)), name
 
 
 PACKED = torch.tensor([[*range(5), *range(1), *range(6)], [*range(3), *range(9)]])
@@ -306,6 +343,12 @@ def test_sinks(packed):
     assert jumar.call_counts()["npu_fusion_attention"] == 2
     report.undo()
     assert model.config._attn_implementation == "eager"
+
+
+def test_keys_chosen_by_indices_are_refused():
+    q = torch.randn(1, 2, 3, 8)
+    with pytest.raises(NotImplementedError, match="npu_sdpa: Module chooses its keys by indices"):
+        attention.attention_forward(nn.Module(), q, q, q, None, indices=torch.zeros(1, 3, 2))
 
 
 def test_capped_scores_are_refused_by_site():

@@ -100,8 +100,12 @@ def attention_forward(
 
     Without a mask it is causal from the upper left or full, as ``sdpa`` decides, in sequences where ``cu_seq_lens_q`` and
     ``cu_seq_lens_k`` are given. ``s_aux``: one more score per head. Raises NotImplementedError where a layer with sinks
-    also has what the operator lacks.
+    also has what the operator lacks, and where keys are chosen by indices.
     """
+    if rest.get("indices") is not None:
+        raise NotImplementedError(
+            f"npu_sdpa: {type(module).__name__} chooses its keys by indices, which npu_dsa does"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sink = rest.get("s_aux")
     if isinstance(attention_mask, LazyMask) and attention_mask.changed:
@@ -187,7 +191,7 @@ def recognise(module: nn.Module) -> Verdict:
     sinks = getattr(module, "sinks", None) is not None
     if name == "eager" and not (sinks and "s_aux=" in source):
         return Miss("its attention is 'eager', which can return weights; choose 'sdpa' first")
-    if "topk_indices" in _source(type(module)):
+    if "topk_indices" in source:
         return Miss("its keys are chosen by an indexer, as npu_dsa does it")
     if name not in FUSED:
         return Miss(f"its attention is {name!r}")
