@@ -66,10 +66,8 @@ HWY_NOINLINE void Dots(const T* const* a, const T* b, int64_t b_step, int64_t kc
 #define JUMAR_X(i)                                                                \
   if constexpr (i < kRows) {                                                      \
     hn::StoreU(accumulate ? hn::Add(hn::LoadU(d, c[i]), lo##i) : lo##i, d, c[i]); \
-    if constexpr (kTwo) {                                                         \
-      T* to = c[i] + lanes;                                                       \
-      hn::StoreU(accumulate ? hn::Add(hn::LoadU(d, to), hi##i) : hi##i, d, to);   \
-    }                                                                             \
+    T* to = c[i] + lanes;                                                         \
+    hn::StoreU(accumulate ? hn::Add(hn::LoadU(d, to), hi##i) : hi##i, d, to);     \
   }
   JUMAR_PRODUCT_ROWS(JUMAR_X)
 #undef JUMAR_X

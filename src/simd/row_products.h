@@ -8,7 +8,7 @@
 namespace jumar {
 
 // panel[i, lane] (+)= sum over k < depth of rows[i][k] * b[k, lane]. Of the panel's lanes the first `lanes` are wanted:
-// up to one vector of them costs half. Sums over blocks of 256 k, in order.
+// up to one vector of them costs half, the other vector is 0 then. Sums over blocks of 256 k, in order.
 struct RowDots {
   const void* const* rows;
   int64_t n;
