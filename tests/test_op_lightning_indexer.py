@@ -1,4 +1,4 @@
-"""The lightning indexer through torch: oracle, ties, layouts, lengths, special values, losses, gradients, errors."""
+"""The choice of the lightning indexer through torch: oracle, ties, layouts, lengths, special values, gradients, errors."""
 
 from __future__ import annotations
 
@@ -7,39 +7,16 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
 import jumar
 import lightning_indexer_ref as ref
 from attention_util import normal
 from jumar import ops
+from lightning_indexer_util import SHAPES, Losses, drawn, few, indexer, many, whole, wide
 from op_util import FLOAT_DTYPES, assert_ulp, strided_views
-
-SHAPES = [
-    (1, 1, 1, 1, 1, 1),
-    (2, 5, 7, 3, 8, 4),
-    (1, 40, 33, 4, 16, 64),
-    (2, 150, 300, 16, 32, 20),
-    (1, 700, 700, 2, 8, 100),
-]
-
-
-def whole(*shape, dtype=torch.float32, seed=0):
-    """Small whole numbers: scores are exact in every dtype, and many are alike."""
-    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def indexer(batch, rows, keys, heads, size, dtype=torch.float64, make=normal):
-    weights = (make(batch, rows, heads, dtype=torch.float64, seed=3) / 8).to(dtype)
-    return (
-        make(batch, rows, heads, size, dtype=dtype),
-        make(batch, keys, 1, size, dtype=dtype, seed=2),
-        weights,
-    )
-
-
-def wide(*tensors):
-    return tuple(None if t is None else t.double() for t in tensors)
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -168,250 +145,31 @@ def test_gradient_of_values(dtype):
             assert_ulp(a, b, 0.51, "gradient", floor=unit * s)
 
 
-class Losses:
-    """Inputs of both losses: attention with rope beside the indexer, and the statistics of attention."""
-
-    ids = torch.int32
-
-    def __init__(self, dtype, batch, rows, keys, heads, size, count, n, d, rope, kv=1, every=False):
-        self.dtype = dtype
-        self.indexer = indexer(batch, rows, keys, heads, size, dtype)
-
-        def make(*shape, seed):
-            return normal(*shape, dtype=dtype, seed=seed)
-
-        self.query, self.key = make(batch, rows, n, d, seed=5), make(batch, keys, kv, d, seed=6)
-        self.rope = (
-            (make(batch, rows, n, rope, seed=7), make(batch, keys, kv, rope, seed=8))
-            if rope
-            else None
-        )
-        self.scale = (d + rope) ** -0.5
-        self.seen = ref.visible(rows, keys).expand(batch, -1, -1)
-        draw = torch.randint(
-            -1, keys, (batch, rows, count), generator=torch.Generator().manual_seed(9)
-        )
-        self.indices = torch.arange(keys).expand(batch, rows, -1) if every else draw
-        self.statistics_of(self.seen)
-
-    def statistics_of(self, seen, sinks=None):
-        stored = torch.float64 if self.dtype == torch.float64 else torch.float32
-        pair = ref.statistics(
-            *wide(self.query, self.key), self.scale, seen, self.wide_rope(), sinks
-        )
-        self.top, self.total = (x.to(stored) for x in pair)
-
-    def wide_rope(self):
-        return self.rope and wide(*self.rope)
-
-    def options(self):
-        return dict(zip(("query_rope", "key_rope"), self.rope or (), strict=False))
-
-    def sparse(self):
-        return ops.npu_sparse_lightning_indexer_grad_kl_loss(
-            self.query, self.key, *self.indexer, self.indices.to(self.ids).unsqueeze(2), self.top[:, None],
-            self.total[:, None], self.scale, **self.options(),
-        )  # fmt: skip
-
-    def exact_sparse(self):
-        return ref.sparse_loss(
-            *wide(self.query, self.key), wide(*self.indexer), self.indices, *wide(self.top, self.total), self.scale,
-            self.seen, self.wide_rope(),
-        )  # fmt: skip
-
-    def by_head(self):
-        return [x.transpose(1, 2).unsqueeze(-1) for x in (self.top, self.total)]
-
-    def dense(self, *of_index):
-        of_index = of_index or ops.npu_dense_lightning_indexer_softmax_lse(*self.indexer)
-        return ops.npu_dense_lightning_indexer_grad_kl_loss(
-            self.query,
-            self.key,
-            *self.indexer,
-            *self.by_head(),
-            *of_index,
-            self.scale,
-            **self.options(),
-        )
-
-    def exact_dense(self, *of_index):
-        if not of_index:
-            found = ref.scores(*wide(*self.indexer)).masked_fill(~self.seen, ref.NINF)
-            top = found.amax(-1).clamp(min=ref.LOWEST)
-            of_index = top, (found - top[..., None]).exp().sum(-1)
-        return ref.dense_loss(
-            *wide(self.query, self.key), wide(*self.indexer), *wide(self.top, self.total), *of_index, self.scale,
-            self.seen, self.wide_rope(),
-        )  # fmt: skip
-
-    def compare(self, got, exact):
-        """An error of a score moves the probabilities of its row by that much."""
-        size = ref.scores(*(x.abs() for x in wide(*self.indexer))).amax()
-        heads, d = self.indexer[0].shape[2:]
-        unit = 2.0**-53 if self.dtype == torch.float64 else 2.0**-24
-        unit = unit * 2 * (size * (heads + d) ** 0.5 + sum(self.query.shape[1:]) ** 0.5 + 16)
-        for a, b, s, like in zip(got, exact.gradients, exact.sizes, self.indexer, strict=False):
-            assert a.dtype == like.dtype
-            assert_ulp(a, b, 0.51, "gradient", floor=unit * s)
-        assert got[3].shape == (1,)
-        assert_ulp(got[3], exact.loss[None], 0.51, "loss", floor=unit * self.seen.sum() ** 0.5)
-
-
-LOSSES = [
-    (1, 1, 1, 1, 1, 1, 1, 1, 0),
-    (2, 5, 7, 3, 8, 4, 2, 8, 4),
-    (2, 70, 150, 8, 16, 40, 4, 24, 8),
-    (1, 33, 20, 16, 128, 300, 8, 40, 0),
-]
-
-
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_losses(dtype):
-    for shape in LOSSES:
-        case = Losses(dtype, *shape)
-        case.compare(case.sparse(), case.exact_sparse())
-        for kv in {1, case.query.shape[2]}:
-            case = Losses(dtype, *shape, kv=kv)
-            case.compare(case.dense(), case.exact_dense())
-
-
-def test_sparse_loss_takes_statistics_of_other_keys():
-    for sinks in (None, torch.randn(4, dtype=torch.float64)):
-        case = Losses(torch.float64, *LOSSES[2])
-        case.statistics_of(torch.ones_like(case.seen), sinks)
-        case.compare(case.sparse(), case.exact_sparse())
-
-
-def test_dense_loss_takes_any_statistics():
-    case = Losses(torch.float64, *LOSSES[2], kv=2)
-    case.top, case.total = case.top - 1, case.total * 3
-    of_index = normal(2, 70, seed=1), normal(2, 70, seed=2).exp()
-    case.compare(case.dense(*(x.unsqueeze(1) for x in of_index)), case.exact_dense(*of_index))
-
-
-def test_sparse_over_all_keys_is_dense():
-    case = Losses(torch.float64, 2, 40, 60, 4, 16, 0, 4, 16, 8, every=True)
-    for a, b in zip(case.sparse(), case.dense(), strict=True):
-        assert_ulp(a, b, 1, "sparse", floor=1e-14)
-
-
-def test_slots():
-    """-1 is skipped wherever it stands; a slot twice is two slots; the order of slots is of no account."""
-    case = Losses(torch.float64, *LOSSES[2])
-    got = case.sparse()
-    case.indices = torch.cat(
-        [case.indices.new_full((2, 70, 3), -1), case.indices, case.indices[..., :1] * 0 - 1], -1
+@drawn
+@given(
+    st.sampled_from(FLOAT_DTYPES), st.integers(1, 3), few, many, st.integers(1, 18), st.integers(1, 20),
+    st.integers(1, 300), st.sampled_from([0, 3]), st.integers(0, 2**20),
+)  # fmt: skip
+def test_drawn_choices(dtype, batch, rows, keys, heads, size, count, mode, seed):
+    make = partial(whole, seed=seed)
+    q, k = make(batch, rows, heads, size, dtype=dtype), make(batch, keys, 1, size, dtype=dtype)
+    w = make(batch, rows, heads, dtype=dtype)
+    options = {"sparse_count": count, "sparse_mode": mode}
+    got, values = ops.npu_lightning_indexer(q, k, w, return_value=True, **options)
+    want, exact = ref.choose(*wide(q, k, w), count, ref.visible(rows, keys, mode))
+    assert torch.equal(got.squeeze(2).long(), want) and torch.equal(
+        values.squeeze(2), exact.to(dtype)
     )
-    for a, b in zip(case.sparse(), got, strict=True):
-        assert torch.equal(a, b)
-    case.indices = case.indices.repeat(1, 1, 2)
-    case.compare(case.sparse(), case.exact_sparse())
-    case.indices = case.indices.flip(-1)
-    case.ids = torch.int64
-    case.compare(case.sparse(), case.exact_sparse())
-    case.indices[:, 7] = -1
-    got = case.sparse()
-    assert not got[0][:, 7].any() and not got[2][:, 7].any()
-    case.compare(got, case.exact_sparse())
-
-
-def test_known_loss():
-    # D26 of the log of faults: scores 1, 0, -1 against probabilities .5, .5, 0.
-    q, w = torch.ones(1, 1, 2, 1), torch.tensor([1.0, -1.0]).view(1, 1, 2)
-    q[0, 0, 1] = -1
-    k = torch.tensor([1.0, 0, -1]).view(1, 3, 1, 1)
-    query, key = torch.ones(1, 1, 1, 1), torch.tensor([0.0, 0.0, -200.0]).view(1, 3, 1, 1)
-    top, total = torch.zeros(1, 1, 1, 1), torch.full((1, 1, 1, 1), 2.0)
-    ids = torch.arange(3, dtype=torch.int32).view(1, 1, 1, 3)
-    *_, loss = ops.npu_sparse_lightning_indexer_grad_kl_loss(
-        query, key, q, k, w, ids, top, total, 1.0
-    )
-    assert loss.item() == pytest.approx(0.214459, abs=1e-6)
-    slope = torch.tensor([0.165241, -0.255272, 0.090031])
-    dw = ops.npu_sparse_lightning_indexer_grad_kl_loss(query, key, q, k, w, ids, top, total, 1.0)[2]
-    assert dw.flatten().tolist() == pytest.approx([slope[0].item(), slope[2].item()], abs=1e-6)
-
-
-def test_packed_losses_are_each_sequence_on_its_own():
-    case = Losses(torch.float64, 1, 50, 60, 4, 16, 20, 4, 16, 8)
-    q_ends, k_ends = [20, 20, 50], [35, 40, 60]
-    spans = [(slice(0, 20), slice(0, 35)), (slice(20, 50), slice(40, 60))]
-    case.indices = case.indices % 20
-    ropes = {n: x.squeeze(0) for n, x in case.options().items()}
-    lists = {"actual_seq_qlen": q_ends, "actual_seq_klen": k_ends, "layout": "TND"}
-    given = [x.squeeze(0) for x in (case.query, case.key, *case.indexer)]
-    of_index = ops.npu_dense_lightning_indexer_softmax_lse(*given[2:], **lists)
-    assert of_index[0].shape == (1, 50)
-    sparse = ops.npu_sparse_lightning_indexer_grad_kl_loss(
-        *given,
-        case.indices.int().squeeze(0).unsqueeze(1),
-        case.top,
-        case.total,
-        case.scale,
-        **ropes,
-        **lists,
-    )
-    dense = ops.npu_dense_lightning_indexer_grad_kl_loss(
-        *given,
-        *(x.squeeze(0).T.unsqueeze(-1) for x in (case.top, case.total)),
-        *of_index,
-        case.scale,
-        **ropes,
-        **lists,
-    )
-    losses = [0.0, 0.0]
-    for rows, keys in spans:
-        part = Losses.__new__(Losses)
-        part.dtype, part.scale = case.dtype, case.scale
-        q, k, w = case.indexer
-        part.indexer = q[:, rows], k[:, keys], w[:, rows]
-        part.query, part.key, part.rope = (
-            case.query[:, rows],
-            case.key[:, keys],
-            (case.rope[0][:, rows], case.rope[1][:, keys]),
-        )
-        part.indices, part.top, part.total = (
-            case.indices[:, rows],
-            case.top[:, rows],
-            case.total[:, rows],
-        )
-        for i, (got, want) in enumerate(((sparse, part.sparse()), (dense, part.dense()))):
-            losses[i] += want[3].item()
-            for a, b, span in zip(got, want, (rows, keys, rows), strict=False):
-                assert_ulp(a[span], b.squeeze(0), 4, "part", floor=1e-16)
-    assert [sparse[3].item(), dense[3].item()] == pytest.approx(losses, rel=1e-14)
-    assert not dense[1][35:40].any()
-
-
-def test_hidden_keys_do_not_leak():
-    case = Losses(torch.float32, 1, 40, 60, 4, 16, 0, 4, 16, 8, every=True)
-    clean = case.sparse(), case.dense()
-    for x in (case.key, case.indexer[1], case.rope[1]):
-        x[:, 50:] = float("nan")
-    for got, want in zip((case.sparse(), case.dense()), clean, strict=True):
-        for at in (0, 2):
-            assert torch.equal(got[at][:, :30], want[at][:, :30])
-
-
-def test_results_do_not_depend_on_threads():
-    threads = torch.get_num_threads()
-    runs = []
-    case = Losses(torch.bfloat16, 1, 300, 400, 8, 32, 150, 4, 32, 16)
-    leaves = [x.clone().requires_grad_() for x in case.indexer]
-    try:
-        for n in (1, 2, 3, 8):
-            torch.set_num_threads(n)
-            indices, values = ops.npu_lightning_indexer(
-                *leaves, sparse_count=100, return_value=True
-            )
-            grads = torch.autograd.grad(
-                values, leaves, torch.ones_like(values).masked_fill(indices < 0, 0)
-            )
-            runs.append([indices, values, *grads, *case.sparse(), *case.dense()])
-    finally:
-        torch.set_num_threads(threads)
-    for other in runs[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(runs[0], other, strict=True))
+    # Packed documents are documents on their own.
+    ends = {
+        f"actual_seq_lengths_{n}": torch.arange(1, batch + 1).int() * length
+        for n, length in (("query", rows), ("key", keys))
+    }
+    flat = [x.flatten(0, 1) for x in (q, k, w)]
+    packed = ops.npu_lightning_indexer(
+        *flat, layout_query="TND", layout_key="TND", **ends, **options
+    )[0]
+    assert torch.equal(packed, got.flatten(0, 1))
 
 
 def test_gradcheck():
@@ -426,22 +184,6 @@ def test_gradcheck():
     (grad,) = torch.autograd.grad(values[..., 0].sum(), leaves[0], create_graph=True)
     with pytest.raises(RuntimeError, match="npu_lightning_indexer_grad: not differentiable"):
         grad.sum().backward()
-
-
-@pytest.mark.parametrize("way", ["sparse", "dense"])
-def test_gradients_are_those_of_the_loss(way):
-    case = Losses(torch.float64, 1, 6, 9, 3, 4, 5, 2, 4, 2)
-    got = getattr(case, way)()
-    for at, x in enumerate(case.indexer):
-        for i in range(0, x.numel(), 3):
-            sides = []
-            for step in (1e-6, -1e-6):
-                x.view(-1)[i] += step
-                sides.append(getattr(case, way)()[3].item())
-                x.view(-1)[i] -= step
-            assert (sides[0] - sides[1]) / 2e-6 == pytest.approx(
-                got[at].view(-1)[i].item(), abs=1e-7
-            )
 
 
 def test_opcheck():
@@ -524,42 +266,3 @@ def test_errors_of_the_choice(changes, text):
     )
     with pytest.raises(RuntimeError, match=f"npu_lightning_indexer: .*{text}"):
         ops.npu_lightning_indexer(**given)
-
-
-@pytest.mark.parametrize("bad", [-2, 12])
-def test_errors_of_indices(bad):
-    case = Losses(torch.float32, 1, 9, 12, 3, 8, 5, 2, 8, 0)
-    case.indices[0, 3, 2] = bad
-    with pytest.raises(
-        RuntimeError, match=rf"kl_loss: sparse_indices is {bad} at position \[0, 3, 2\]"
-    ):
-        case.sparse()
-    q, k, w = case.indexer
-    with pytest.raises(RuntimeError, match=f"npu_lightning_indexer_grad: sparse_indices is {bad}"):
-        ops.npu_lightning_indexer_grad(q, k, torch.zeros(1, 9, 5), case.indices.int(), w)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("top", torch.zeros(1, 9, 3), "softmax_max must be"),
-        ("total", torch.zeros(1, 9, 2, dtype=torch.float64), "softmax_sum must be"),
-        ("query", torch.zeros(1, 8, 2, 8), "query must be"),
-        ("key", torch.zeros(1, 12, 1, 7), "key must be"),
-        ("rope", (torch.zeros(1, 9, 2, 4), torch.zeros(1, 12, 1, 5)), "key_rope must be"),
-        ("rope", (torch.zeros(1, 9, 2, 4),), "go together"),
-    ],
-)
-def test_errors_of_the_losses(name, value, text):
-    for way in ("sparse", "dense"):
-        case = Losses(torch.float32, 1, 9, 12, 3, 8, 5, 2, 8, 4)
-        setattr(case, name, value)
-        with pytest.raises(
-            RuntimeError, match=f"npu_{way}_lightning_indexer_grad_kl_loss: .*{text}"
-        ):
-            getattr(case, way)()
-    case = Losses(torch.float32, 1, 9, 12, 3, 8, 5, 2, 8, 4)
-    with pytest.raises(RuntimeError, match="go with layout TND"):
-        ops.npu_dense_lightning_indexer_softmax_lse(
-            *case.indexer, actual_seq_qlen=[9], actual_seq_klen=[12]
-        )
