@@ -13,7 +13,7 @@ import attention_ref as ref
 from attention_ref import CAUSAL_MASK, UNBOUNDED
 from attention_util import HALF_ULP, LAYOUTS, MODES, Case, arguments, normal
 from jumar import ops
-from op_util import FLOAT_DTYPES, assert_ulp, check_threads, strided_views
+from op_util import FLOAT_DTYPES, assert_ulp, check_threads, peak_memory, strided_views
 
 
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -341,3 +341,27 @@ def test_strides():
         again = ops.npu_fusion_attention(*leaves, 3, "BNSD", scale=0.3)[0]
         want = torch.autograd.grad(again, leaves, torch.ones_like(again))
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), name
+
+
+_LONG = """
+import torch
+from jumar import ops
+mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+def run(rows):
+    q, k, v, dy = (torch.full((1, rows, n, 16), 0.5, dtype=torch.bfloat16) for n in (2, 1, 1, 2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    before = peak()
+    out = ops.npu_fusion_attention(*leaves, 2, "BSND", scale=0.25, sparse_mode=3, atten_mask=mask)[0]
+    torch.autograd.grad(out, leaves, dy)
+    return peak() - before
+run(64)
+print(run(8192), run(32768))
+"""
+
+
+def test_memory_grows_with_the_length():
+    """Forward and backward of 32768 rows; a matrix of bf16 scores would be 2 GiB a head."""
+    short, long = peak_memory(_LONG)
+    # Inputs' gradients, statistics [2, S, 8] twice, delta, packed keys and values, sums of dk and dv.
+    assert long < 64 << 10, f"{long} KiB"
+    assert long < 8 * short + (8 << 10), f"{short} and {long} KiB"

@@ -80,20 +80,20 @@ class Backward {
     std::unique_ptr<std::atomic<int64_t>[]> done;  // per key block: the last unit that has added its part
   };
 
-  // The rows of one head in a unit. q and dy lie side by side in memory, since they are read once per key block.
+  // The rows of one head in a unit.
   struct HeadRows {
     int64_t head;
     int64_t row;
     int64_t rows;
     int64_t panel;  // its first panel among those of the unit
-    TensorView q, q_rope, dy;
+    int64_t block;  // and its first block of queries
   };
 
   // Working memory of a unit. Arrays per panel: max, inverse, delta [width], dq [dq_rows, width].
   struct Memory {
     C *max, *inverse, *delta, *dq;
     C *k, *v, *kt;         // packed key block: along d, along dv, across
-    C *q, *dy, *qn, *dyn;  // packed queries: along (scores), across (gradients of keys)
+    C *q, *dy, *qn, *dyn;  // packed blocks of queries: along (scores), across (gradients of keys)
     C *p, *ds, *p_packed, *ds_packed, *keep;
     C *dk, *dv;  // the unit's part of a block, [key block, ld]
     C* dpse;     // and of a row of pse that serves all queries, [heads, key block]
@@ -167,26 +167,6 @@ class Backward {
     return -1;
   }
 
-  // A view [1, 1, rows, columns] of rows of one head; a copy where rows lie apart.
-  TensorView Dense(const TensorView& x, int64_t batch, int64_t head, int64_t row, int64_t rows,
-                   ScratchFrame& frame) const {
-    TensorView view = x;
-    if (x.rank == 0) return view;
-    view.size[0] = view.size[1] = 1;
-    view.size[2] = rows;
-    view.data = Element(x, batch, head, row);
-    const int64_t cols = x.size[3];
-    const size_t bytes = SizeOf(x.dtype);
-    if (x.stride[3] != 1 || x.stride[2] == cols || rows == 0) return view;
-    char* copy = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(rows * cols) * bytes));
-    for (int64_t r = 0; r < rows; ++r) {
-      std::copy_n(At(view.data, r * x.stride[2], bytes), static_cast<size_t>(cols) * bytes, At(copy, r * cols, bytes));
-    }
-    view.data = copy;
-    view.stride[2] = cols;
-    return view;
-  }
-
   void RunUnit(const Item& item, int64_t unit) {
     const AttentionSequence& s = *item.s;
     const UnitShape& u = item.units[static_cast<size_t>(unit)];
@@ -194,15 +174,15 @@ class Backward {
     std::vector<HeadRows> heads;
     int64_t panels = 0;
     for (int64_t i = 0; i < u.heads; ++i, panels += CeilDiv(u.rows, width_)) {
-      const int64_t h = item.kv_head * shape_.group + u.head + i;
-      const int64_t row = s.q_begin + u.row;
-      heads.push_back({h, u.row, u.rows, panels, Dense(plan_.in.q, s.batch, h, row, u.rows, frame),
-                       Dense(plan_.in.q_rope, s.batch, h, row, u.rows, frame),
-                       Dense(g_.dy, s.batch, h, row, u.rows, frame)});
+      const int64_t first_block = i * CeilDiv(u.rows, query_rows_);
+      heads.push_back({item.kv_head * shape_.group + u.head + i, u.row, u.rows, panels, first_block});
     }
-    const Memory m = Allocate(frame, u.heads, panels);
+    const Memory m = Allocate(frame, u.heads, panels, u.heads * CeilDiv(u.rows, query_rows_));
     std::fill(m.dq, m.dq + panels * dq_rows_ * width_, C(0));
-    for (const HeadRows& h : heads) Rows(s, h, m);
+    for (const HeadRows& h : heads) {
+      Rows(s, h, m);
+      PackQueries(s, h, m);
+    }
     for (int64_t block = u.begin; block < u.end; ++block) Keys(item, unit, heads, block, m);
     std::vector<C> scale(static_cast<size_t>(width_), static_cast<C>(plan_.in.scale));
     for (const HeadRows& h : heads) {
@@ -218,7 +198,7 @@ class Backward {
     }
   }
 
-  Memory Allocate(ScratchFrame& frame, int64_t heads, int64_t panels) {
+  Memory Allocate(ScratchFrame& frame, int64_t heads, int64_t panels, int64_t blocks) {
     const int64_t q_panels = query_rows_ / width_;
     const int64_t key_panels = plan_.key_block / gemm_.mr;
     Memory m;
@@ -227,10 +207,10 @@ class Backward {
     m.k = frame.Alloc<C>(key_panels * k_stride_);
     m.v = frame.Alloc<C>(key_panels * v_stride_);
     m.kt = frame.Alloc<C>(plan_.PaddedColumns(gemm_.mr) / gemm_.mr * kt_stride_);
-    m.q = frame.Alloc<C>(q_panels * d_stride_);
-    m.dy = frame.Alloc<C>(q_panels * dv_stride_);
-    m.qn = frame.Alloc<C>(ld_k_ / gemm_.nr * n_stride_);
-    m.dyn = frame.Alloc<C>(ld_v_ / gemm_.nr * n_stride_);
+    m.q = frame.Alloc<C>(panels * d_stride_);
+    m.dy = frame.Alloc<C>(panels * dv_stride_);
+    m.qn = frame.Alloc<C>(blocks * (ld_k_ / gemm_.nr) * n_stride_);
+    m.dyn = frame.Alloc<C>(blocks * (ld_v_ / gemm_.nr) * n_stride_);
     for (C** x : {&m.p, &m.ds}) *x = frame.Alloc<C>(q_panels * tile_);
     for (C** x : {&m.p_packed, &m.ds_packed}) *x = frame.Alloc<C>(key_panels * p_stride_);
     m.keep = plan_.drops() ? frame.Alloc<C>(tile_) : nullptr;
@@ -242,6 +222,18 @@ class Backward {
   }
 
   bool SharesPse() const { return g_.dpse != nullptr && g_.dpse->stride[2] == 0; }
+
+  void PackQueries(const AttentionSequence& s, const HeadRows& h, const Memory& m) {
+    const AttentionPlan::Rows q{plan_.in.q, plan_.in.q_rope, s.batch, h.head, s.q_begin, s.q_len};
+    const AttentionPlan::Rows dy{g_.dy, kNone, s.batch, h.head, s.q_begin, s.q_len};
+    plan_.PackAlong(false, q, h.row, h.rows, d_stride_, m.q + h.panel * d_stride_);
+    plan_.PackAlong(false, dy, h.row, h.rows, dv_stride_, m.dy + h.panel * dv_stride_);
+    for (int64_t r = 0, at = h.block; r < h.rows; r += query_rows_, ++at) {
+      const int64_t rows = std::min(query_rows_, h.rows - r);
+      plan_.PackAcross(false, q, h.row + r, rows, n_stride_, m.qn + at * (ld_k_ / gemm_.nr) * n_stride_);
+      plan_.PackAcross(false, dy, h.row + r, rows, n_stride_, m.dyn + at * (ld_v_ / gemm_.nr) * n_stride_);
+    }
+  }
 
   // Statistics of the rows of a head, lane by lane.
   void Rows(const AttentionSequence& s, const HeadRows& h, const Memory& m) {
@@ -379,12 +371,9 @@ class Backward {
                bool masked, bool skip, const Memory& m) {
     const int64_t panels = CeilDiv(b.rows, width_);
     const HeadRows& h = b.head;
-    const AttentionPlan::Rows q{h.q, h.q_rope, 0, 0, 0, h.rows};
-    const AttentionPlan::Rows dy{h.dy, kNone, 0, 0, 0, h.rows};
-    plan_.PackAlong(false, q, b.row, b.rows, d_stride_, m.q);
-    plan_.PackAlong(false, dy, b.row, b.rows, dv_stride_, m.dy);
-    plan_.PackAcross(false, q, b.row, b.rows, n_stride_, m.qn);
-    plan_.PackAcross(false, dy, b.row, b.rows, n_stride_, m.dyn);
+    const int64_t block_at = h.block + b.row / query_rows_;
+    const C* qn = m.qn + block_at * (ld_k_ / gemm_.nr) * n_stride_;
+    const C* dyn = m.dyn + block_at * (ld_v_ / gemm_.nr) * n_stride_;
     for (int64_t t = 0; t < panels; ++t) {
       const int64_t rows = std::min(width_, b.rows - t * width_);
       C* p = m.p + t * tile_;
@@ -399,8 +388,8 @@ class Backward {
       gemm_.pack_a({&pt, 0, all.end, 0, rows, p_stride_, m.p_packed + t * width_ * gemm_.mr});
       gemm_.pack_a({&dst, 0, all.end, 0, rows, p_stride_, m.ds_packed + t * width_ * gemm_.mr});
     }
-    const bool finite_q = !masked || FinitePanels(plan_, m.qn, ld_k_ / gemm_.nr, n_stride_, gemm_.nr, b.rows);
-    const bool finite_dy = !masked || FinitePanels(plan_, m.dyn, ld_v_ / gemm_.nr, n_stride_, gemm_.nr, b.rows);
+    const bool finite_q = !masked || FinitePanels(plan_, qn, ld_k_ / gemm_.nr, n_stride_, gemm_.nr, b.rows);
+    const bool finite_dy = !masked || FinitePanels(plan_, dyn, ld_v_ / gemm_.nr, n_stride_, gemm_.nr, b.rows);
     const int64_t chunk = kChunkPanels * gemm_.mr;
     for (int64_t c = all.begin / chunk * chunk; c < all.end; c += chunk) {
       const int64_t end = std::min(c + chunk, all.end);
@@ -427,8 +416,8 @@ class Backward {
         block.ldc = n;
         finite ? gemm_.multiply_near(block) : MultiplySkippingZeros(gemm_, block, true);
       };
-      product(m.p_packed, m.dyn, m.dv, ld_v_, finite_dy);
-      product(m.ds_packed, m.qn, m.dk, ld_k_, finite_q);
+      product(m.p_packed, dyn, m.dv, ld_v_, finite_dy);
+      product(m.ds_packed, qn, m.dk, ld_k_, finite_q);
     }
   }
 
@@ -442,14 +431,14 @@ class Backward {
     const int64_t from = keys.begin * width_;
     const int64_t n = keys.end - keys.begin;
     const bool scaled =
-        plan_.Scores(s, b.head.head, row, b.rows, key, keys, m.k, k_stride_, m.q + t * d_stride_, p, m.work);
+        plan_.Scores(s, b.head.head, row, b.rows, key, keys, m.k, k_stride_, m.q + panel * d_stride_, p, m.work);
     GemmBlock block;
     block.m = n;
     block.n = width_;
     block.kc = shape_.dv;
     block.a = m.v + keys.begin / gemm_.mr * v_stride_;
     block.a_panel = v_stride_;
-    block.b = m.dy + t * dv_stride_;
+    block.b = m.dy + panel * dv_stride_;
     block.b_panel = 0;
     block.c = ds + from;
     block.ldc = width_;

@@ -1,5 +1,6 @@
 // Multiply-adds per second of the visible part, beside the peak of the machine: forward has 2 products of D per score,
-// backward 5. Arguments: dtype, S, D, heads of k (of 16 of q), causal.
+// backward 5. Arguments: dtype, S, D, heads of k (of 16 of q), causal, documents: with more than one, S rows are packed
+// sequences of uneven length.
 #include <benchmark/benchmark.h>
 
 #include <vector>
@@ -19,10 +20,19 @@ struct Setup {
     in.k = Make(state.range(3), d);
     in.v = Make(state.range(3), d);
     in.scale = 0.1;
-    AttentionSequence sequence;
-    sequence.q_len = sequence.k_len = s;
-    if (causal) sequence.high = 0;
-    in.sequences = {sequence};
+    const int64_t documents = state.range(5);
+    // Lengths in proportion to 1, 2, .. documents.
+    for (int64_t i = 0, begin = 0; i < documents; ++i) {
+      const int64_t end = s * (i + 1) * (i + 2) / (documents * (documents + 1));
+      AttentionSequence sequence;
+      sequence.index = i;
+      sequence.q_begin = sequence.k_begin = begin;
+      sequence.q_len = sequence.k_len = end - begin;
+      if (causal) sequence.high = 0;
+      in.sequences.push_back(sequence);
+      scores += causal ? (end - begin) * (end - begin + 1) / 2 : (end - begin) * (end - begin);
+      begin = end;
+    }
     for (TensorView* x : {&out, &dy, &dq}) *x = Make(kHeads, d);
     for (TensorView* x : {&dk, &dv}) *x = Make(state.range(3), d);
     for (TensorView* x : {&max, &sum}) {
@@ -46,12 +56,12 @@ struct Setup {
     return x;
   }
   void Report(benchmark::State& state, int products) const {
-    const int64_t scores = causal ? s * (s + 1) / 2 : s * s;
     state.counters["flops"] = benchmark::Counter(static_cast<double>(2 * products * kHeads * d * scores),
                                                  benchmark::Counter::kIsIterationInvariantRate);
   }
   DType dtype;
   int64_t s, d;
+  int64_t scores = 0;
   bool causal;
   AttentionInputs in;
   TensorView out, dy, max, sum, dq, dk, dv;
@@ -73,13 +83,15 @@ void Backward(benchmark::State& state) {
 }
 
 void Shapes(benchmark::internal::Benchmark* b) {
-  b->ArgNames({"dtype", "S", "D", "kv", "causal"})->UseRealTime()->Unit(benchmark::kMillisecond);
+  b->ArgNames({"dtype", "S", "D", "kv", "causal", "documents"})->UseRealTime()->Unit(benchmark::kMillisecond);
   for (const int64_t dtype : {0, 1}) {
     for (const int64_t s : {512, 2048}) {
-      for (const int64_t d : {64, 128}) b->Args({dtype, s, d, 16, 1});
+      for (const int64_t d : {64, 128}) b->Args({dtype, s, d, 16, 1, 1});
     }
-    b->Args({dtype, 2048, 128, 4, 1});
-    b->Args({dtype, 2048, 128, 16, 0});
+    b->Args({dtype, 2048, 128, 4, 1, 1});
+    b->Args({dtype, 2048, 128, 16, 0, 1});
+    for (const int64_t d : {64, 128}) b->Args({dtype, 16384, d, 4, 1, 32});
+    b->Args({dtype, 8192, 128, 1, 1, 1});
   }
 }
 

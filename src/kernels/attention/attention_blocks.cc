@@ -222,6 +222,25 @@ bool AttentionPlan::Scores(const AttentionSequence& s, int64_t head, int64_t row
     }
     m.low = low;
     m.high = high;
+    if (!keys.by_mask && in.pse.rank == 0 && in.scale > 0) {
+      // Minus infinity stays what it is when scores are scaled: only keys that some query does not see are touched.
+      m.scale = 1;
+      const auto hide = [&](int64_t from, int64_t to) {
+        from = std::max(from, m.key);
+        to = std::min(to, m.key + n);
+        if (from >= to) return;
+        PanelMask part = m;
+        part.scores = At(m.scores, (from - m.key) * width, bytes);
+        part.n = to - from;
+        part.key = from;
+        panel.mask(part);
+      };
+      const int64_t seen_from = Low(s, row + rows - 1);
+      const int64_t seen_to = std::max(High(s, row), seen_from);
+      hide(m.key, seen_from);
+      hide(seen_to, m.key + n);
+      return false;
+    }
   }
   GemmPack p{};
   p.rows = rows;
