@@ -53,6 +53,7 @@ def _fails(job: Path, *overrides: str) -> str:
         ("training.seq_len=5000", ["training.seq_len = 5000 is more than the model's 4096"]),
         ("parallelism.tensor_parallel_degree=2", ["1 processes cannot be split"]),
         ("parallelism.data_parallel_shard_degree=4", ["asks for 4 processes, there are 1"]),
+        ("parallelism.expert_parallel_degree=2", ["expert_parallel_degree = 2", "the 1 processes"]),
         ("steps=3", ["expected section.key=value"]),
         ("training.steps", ["expected section.key=value"]),
     ],

@@ -76,6 +76,13 @@ def _data_ranks(job: Job, world: int) -> int:
         raise JobError(
             f"parallelism asks for {shared * replicas * max(shards, 1)} processes, there are {world}"
         )
+    experts, pipeline = (parallelism[f"{n}_parallel_degree"] for n in ("expert", "pipeline"))
+    among = world // pipeline // replicas
+    if among % experts:
+        raise JobError(
+            f"parallelism.expert_parallel_degree = {experts}: experts are shared out among the {among} processes of a "
+            "replica's pipeline stage, which it does not divide"
+        )
     return left
 
 
