@@ -113,6 +113,30 @@ def test_generate_with_a_cache():
     assert torch.equal(actual, expected) and calls["npu_sparse_flash_attention"] == 3 * 8
 
 
+def test_scores_have_the_library_s_scale(monkeypatch):
+    """The choice of keys does not depend on it, what the indexer learns does."""
+    eager = pytest.importorskip("jumar.titan.deepseek_v32").eager
+    model, scores, parts = _model(), [], []
+    topk, layer = torch.Tensor.topk, model.model.layers[0].self_attn
+    monkeypatch.setattr(torch.Tensor, "topk", lambda self, *a, **k: scores.append(self) or topk(self, *a, **k))
+    layer.indexer.register_forward_hook(lambda m, a, o: parts.append(recogniser._index(layer, *a[:3], None)))
+    with torch.no_grad():
+        model(**_inputs(model))
+    expected, visible = scores[0], torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    assert_close(eager.scores(*parts[0]) * visible, expected.masked_fill(~visible, 0), 2e-6)
+
+
+def test_compiled_model_runs_the_operators():
+    model = _model()
+    inputs = _inputs(model)
+    jumar.convert(model, "npu_dsa")
+    expected = step(model, inputs)
+    actual, calls = counted(lambda: step(torch.compile(model, backend="aot_eager"), inputs))
+    torch._dynamo.reset()
+    assert calls["npu_sparse_flash_attention"] == calls["npu_sparse_flash_attention_grad"] == 3
+    assert_close(actual[1], expected[1], 1e-6)
+
+
 def test_npu_sdpa_leaves_chosen_keys_alone():
     report = jumar.convert(_model(), "npu_sdpa")
     reasons = {site.reason for site in report.sites if site.module_class == "DeepseekV32Attention"}

@@ -264,11 +264,38 @@ def test_warmup_attends_to_all_keys_and_trains_the_indexers_alone(pair, tmp_path
         assert torch.equal(gradient, same[name]), name
 
 
+def test_scores_and_loss_by_hand():
+    """Negative products count as nothing; a probability of 0 in the teacher is no NaN."""
+    query, weights = torch.tensor([[1.0, -1], [0, 2]]), torch.tensor([1.0, 0.5])
+    key = torch.tensor([[1.0, 0], [0, 1], [-1, -1]])
+    scores = eager.scores(query.expand(1, 3, 2, 2), key[None, :, None], weights.expand(1, 3, 2))
+    assert torch.equal(scores[0, 0], torch.tensor([1.0, 1, 0]))
+    best = eager.choose(scores, torch.ones(1, 3, 3, dtype=torch.bool), 1)
+    assert torch.equal(best[0, 0], torch.tensor([True, False, False]))  # of equal ones the first
+    # Two heads, scores 1, 0, -1; attention sees the third key not at all.
+    index = (
+        torch.tensor([[[[1.0, 0], [0, 1]]]]),
+        torch.tensor([[[[1.0, 0]], [[0, 0]], [[0, 1]]]]),
+        torch.tensor([[[1.0, -1]]]),
+    )
+    attended = torch.tensor([[[[0.0]], [[0.0]], [[-1e30]]]])
+    chosen = torch.ones(1, 1, 3, dtype=torch.bool)
+    found = eager.kl(*index, torch.ones(1, 1, 1, 1), attended, chosen, scale=1.0)
+    d_weights, loss = found[2], found[3]
+    # d score = softmax(I) - p = [0.165241, -0.255272, 0.090031]
+    torch.testing.assert_close(d_weights, torch.tensor([[[0.165241, 0.090031]]]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(loss, torch.tensor(0.214459), rtol=0, atol=1e-6)
+
+
 def test_what_it_does_not_do_is_refused():
     spec = _spec()
     parallelism = SimpleNamespace(tensor_parallel_degree=1, context_parallel_degree=2)
     with pytest.raises(NotImplementedError, match="deepseek_v32 has no context parallelism, its degree is 2"):
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    with pytest.raises(NotImplementedError, match="deepseek_v32 is not compiled: .* compile.components are model, loss"):
+        parallelism.context_parallel_degree = 1
+        compilation = SimpleNamespace(enable=True, components=["model", "loss"])
+        spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, compile=compilation))
     attention = spec.model.layers[0].attention
     attention.q_lora_rank = 0
     with pytest.raises(ValueError, match="DeepSeek-V3.2: the indexer needs low-rank queries"):

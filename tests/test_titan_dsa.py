@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -206,13 +205,18 @@ def test_resumed_run_gives_the_same_bits(tmp_path):
         assert [r[key] for r in first["records"] + second["records"]] == [r[key] for r in whole["records"]]
 
 
+def test_the_sparse_stage_starts_from_the_warmed_up_model(tmp_path):
+    warm = _job(tmp_path / "warm", "model.indexer_stage=warmup", "training.steps=3", "checkpoint.enable=true")
+    start = [f"checkpoint.initial_load_path={warm['hf_folder']}", "checkpoint.initial_load_in_hf=true"]
+    started = _job(tmp_path / "started", "training.steps=1", "checkpoint.enable=true", *start)
+    fresh = _job(tmp_path / "fresh", "training.steps=1")
+    # The same model but for its indexers, which know more.
+    assert started["losses"][0] == pytest.approx(fresh["losses"][0], rel=1e-3)
+    assert started["records"][0]["indexer_loss"] < 0.8 * fresh["records"][0]["indexer_loss"]
+
+
 def test_low_rank_adapters_reach_the_fused_attention(tmp_path):
     options = ["lora.enable=true", "lora.target_modules=wkv_b,wq_b", "training.steps=4"]
     fused, plain = (_job(tmp_path / str(len(n)), *options, converters=n) for n in (NAMES, NAMES[2:]))
     assert fused["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert fused["losses"][-1] != fused["losses"][0]
-
-
-def test_it_survives_a_copy():
-    core = FusedSparseAttention(SparseAttention.Config(topk=3))
-    assert type(copy.deepcopy(core)) is FusedSparseAttention

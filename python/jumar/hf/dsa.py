@@ -142,6 +142,12 @@ def _agrees(module: nn.Module, forward: Any) -> bool:
             return False
 
 
+@torch.compiler.disable
+def _global(method: Any, name: str) -> Any:
+    return forwards.globals_used(method)[name]
+
+
+@torch.compiler.disable
 def rows_of(mask: Tensor) -> dsa.Layout | None:
     """How rows lie whose visible keys a mask [B, 1, S, T] says; None where they are no causal sequences.
 
@@ -179,7 +185,7 @@ def _index(
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     k = indexer.k_norm(indexer.wk(hidden)).unsqueeze(2)
     (q_pe, q_rest), (k_pe, k_rest) = q.split(sizes, -1), k.split(sizes, -1)
-    rotate = forwards.globals_used(type(indexer).forward)[_ROTATE_HALVES]
+    rotate = _global(type(indexer).forward, _ROTATE_HALVES)
     q_pe, k_pe = rotate(q_pe, k_pe, *tables, unsqueeze_dim=2)
     q, k = torch.cat([q_pe, q_rest], -1), torch.cat([k_pe, k_rest], -1)
     if cache is not None:
@@ -209,7 +215,7 @@ def attention_forward(
     q_nope, q_pe = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
     latent, k_pe = self.kv_a_proj_with_mqa(hidden_states).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
     latent = self.kv_a_layernorm(latent)
-    rotate = forwards.globals_used(getattr(type(self), PLAIN))[_ROTATE_PAIRS]
+    rotate = _global(getattr(type(self), PLAIN), _ROTATE_PAIRS)
     q_pe, k_pe = rotate(q_pe, k_pe.unsqueeze(2), *position_embeddings, unsqueeze_dim=2)
     learning = self.__dict__.get(LEARNING) if self.training and torch.is_grad_enabled() else None
     with torch.set_grad_enabled(learning is not None):

@@ -182,12 +182,18 @@ class DeepSeekV32Model(DeepSeekV3Model):
             """torchtitan's, with the indexers' positions and the divisor of their loss.
 
             Raises:
-                NotImplementedError: tensor or context parallelism is asked for.
+                NotImplementedError: tensor or context parallelism, or compilation of the model, is asked for.
             """
             for name in ("tensor", "context"):
                 degree = getattr(config.parallelism, f"{name}_parallel_degree")
                 if degree > 1:
                     raise NotImplementedError(f"deepseek_v32 has no {name} parallelism, its degree is {degree}")
+            compilation = getattr(config, "compile", None)
+            if compilation is not None and compilation.enable and "model" in compilation.components:
+                raise NotImplementedError(
+                    "deepseek_v32 is not compiled: the indexers' loss is added up in the backward pass; "
+                    f"compile.components are {', '.join(compilation.components)}"
+                )
             DeepSeekV3Model.Config.update_from_config(self, config=config, **kwargs)
             for layer in self.layers:
                 attention = layer.attention
