@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -87,6 +89,19 @@ def test_minus_one_is_skipped_wherever_it_stands():
     twice = call(c, tensors, torch.tensor([4, 0, 4], dtype=torch.int32).view(1, 1, 1, -1))[0]
     p = (0.4 * q[0, 0] @ k[0, [4, 0, 4], 0].mT).softmax(-1)
     torch.testing.assert_close(twice[0, 0], p @ v[0, [4, 0, 4], 0], rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("block", [12, 2**31, 2**62, 2**63 - 1])
+def test_block_longer_than_the_keys_is_all_keys(block):
+    whole = Config(queries=3, block=11, ids=2)
+    tensors, _ = make(whole)
+    ids = torch.tensor([0, -1], dtype=torch.int32).expand(1, 3, 1, 2)
+    results = []
+    for c in (whole, dataclasses.replace(whole, block=block)):
+        leaves = {n: x.detach().requires_grad_() for n, x in tensors.items()}
+        out = call(c, leaves, ids)[0]
+        results.append((out, *torch.autograd.grad(out.sum(), leaves.values())))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_rows_without_keys():

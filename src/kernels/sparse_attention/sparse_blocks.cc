@@ -74,6 +74,7 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
       products(ChooseRowProducts(checked.compute == DType::kF64)),
       width(panel.width),
       panels(CeilDiv(checked.group, panel.width)),
+      block(std::min(inputs.block_size, std::max<int64_t>(checked.keys, 1))),
       queries_(static_cast<size_t>(checked.batch * checked.queries)),
       same_(SameMemory(inputs.k, inputs.v)) {
   CheckIds(op);
@@ -91,7 +92,7 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
 
 void SparsePlan::CheckIds(const char* op) const {
   const TensorView& x = in.indices;
-  const int64_t end = CeilDiv(shape.keys, in.block_size);
+  const int64_t end = CeilDiv(shape.keys, block);
   std::atomic<int64_t> bad{std::numeric_limits<int64_t>::max()};
   ParallelFor(
       shape.batch * shape.queries * shape.kv_heads, CeilDiv(1 << 15, shape.ids + 1), [&](int64_t begin, int64_t stop) {
@@ -130,7 +131,7 @@ int64_t SparsePlan::ListSlots(const SparseUnit& unit, int32_t* rows) const {
   const TensorView& x = in.indices;
   const int64_t at = unit.batch * x.stride[0] + unit.query * x.stride[1] + unit.kv_head * x.stride[2];
   int64_t n = 0;
-  if (in.block_size == 1 && x.dtype == DType::kI32) {
+  if (block == 1 && x.dtype == DType::kI32) {
     // Without a branch: what is no slot is overwritten.
     const int32_t* ids = x.ptr<const int32_t>() + at;
     for (int64_t j = 0; j < shape.ids; ++j) {
@@ -143,8 +144,8 @@ int64_t SparsePlan::ListSlots(const SparseUnit& unit, int32_t* rows) const {
   for (int64_t j = 0; j < shape.ids; ++j) {
     const int64_t id = Id(at + j * x.stride[3]);
     if (id < 0) continue;
-    const int64_t end = std::min((id + 1) * in.block_size, unit.limit);
-    for (int64_t t = id * in.block_size; t < end; ++t) rows[n++] = static_cast<int32_t>(unit.k_begin + t);
+    const int64_t end = std::min((id + 1) * block, unit.limit);
+    for (int64_t t = id * block; t < end; ++t) rows[n++] = static_cast<int32_t>(unit.k_begin + t);
   }
   return n;
 }

@@ -54,11 +54,12 @@ class SparsePlan {
   const RowProducts& products;
   int64_t width;   // lanes of a panel
   int64_t panels;  // that hold the heads of a unit
+  int64_t block;   // tokens that an id names, of those that exist
 
   int64_t units() const { return shape.batch * shape.queries * shape.kv_heads; }
   SparseUnit Unit(int64_t index) const;
   // The most slots that a unit has.
-  int64_t MaxSlots() const { return shape.ids * in.block_size; }
+  int64_t MaxSlots() const { return shape.ids * block; }
   // Writes the rows of k of the unit's slots, returns their number.
   int64_t ListSlots(const SparseUnit& unit, int32_t* rows) const;
   const KeyRows& k() const { return k_; }
