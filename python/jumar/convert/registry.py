@@ -124,7 +124,14 @@ def _load() -> None:
 def known_converters() -> dict[str, Converter]:
     """Every converter by its name, in the order in which :func:`jumar.kernelize` applies them."""
     _load()
-    return dict(_converters)
+    order = [f"jumar.convert.{module}" for module in _BUILT_IN]
+
+    def place(item: tuple[str, Converter]) -> int:
+        """Built-in ones stand in their order, whichever was imported first."""
+        module = type(item[1]).__module__
+        return order.index(module) if module in order else len(order)
+
+    return dict(sorted(_converters.items(), key=place))
 
 
 def resolve(name: str) -> tuple[Converter, bool]:
