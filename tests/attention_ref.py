@@ -127,7 +127,7 @@ def fusion_attention(
         kv = k.shape[-1] // size if layout in ("BSH", "SBH") else 0
         q, k, v = (heads_first(x, layout, n) for x, n in ((q, heads), (k, kv), (v, kv)))
     parts = list(_sequences(q, k, v, layout, mask, ends, ends_kv))
-    live = [i for i, (_, a, b, _, _) in enumerate(parts) if a.shape[1] and b.shape[1]]
+    live = [i for i, (_, a, _, _, _) in enumerate(parts) if a.shape[1]]
     cut = {7: live[-1:], 8: live[:1]}.get(mode, []) if layout == "TND" else []
     results = []
     for at, (b, qb, kb, vb, mb) in enumerate(parts):

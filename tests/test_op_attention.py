@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -197,6 +198,46 @@ def test_packed_with_no_keys_or_no_queries():
     dq, dk, dv = torch.autograd.grad(out.sum(), leaves)
     assert torch.equal(dq[4:], torch.zeros(2, 2, 8))
     assert not dk[3:].any() and not dv[3:].any() and dv[:3].all()
+
+
+@pytest.mark.parametrize("mode", [7, 8])
+def test_the_cut_sequence_is_one_with_queries(mode):
+    """A sequence that has queries and no keys may be the cut one; one without queries may not."""
+    whole, cut, keys = (6, 6), (4, 0), (0, 5)
+    order = [keys, cut, whole] if mode == 8 else [whole, cut, keys]
+    ends, ends_kv = (list(itertools.accumulate(x)) for x in zip(*order, strict=True))
+    mask = torch.ones(2048, 2048).triu(1).bool()
+    q, k, v = (normal(n, 2, 8, seed=i) for i, n in enumerate((10, 11, 11)))
+    out = ops.npu_fusion_attention(
+        q, k, v, 2, "TND", atten_mask=mask, sparse_mode=mode, pre_tockens=1, next_tockens=0, actual_seq_qlen=ends,
+        actual_seq_kvlen=ends_kv,
+    )[0]  # fmt: skip
+    i, j = (slice(4, 10), slice(5, 11)) if mode == 8 else (slice(0, 6), slice(0, 6))
+    alone = ops.npu_fusion_attention(
+        q[i], k[j], v[j], 2, "TND", atten_mask=mask, sparse_mode=2, actual_seq_qlen=[6], actual_seq_kvlen=[6]
+    )[0]  # fmt: skip
+    assert torch.equal(out[i], alone) and out.count_nonzero() == alone.count_nonzero()
+
+
+def test_prefixes_of_ignored_ends():
+    mask = torch.cat([torch.ones(2048, 2048).triu(1), torch.ones(1024, 2048)]).bool()
+    mask[2048:, :1024] = False
+    q = normal(5, 2, 8)
+
+    def call(ends, prefix):
+        return ops.npu_fusion_attention(
+            q, q, q, 2, "TND", atten_mask=mask, sparse_mode=6, prefix=prefix, actual_seq_qlen=ends,
+            actual_seq_kvlen=ends,
+        )[0]  # fmt: skip
+
+    want = call([3, 5], [2, 0])
+    assert torch.equal(call([3, 5, 0, 0], [2, 0]), want)
+    assert torch.equal(call([3, 5, 0, 0], [2, 0, 0, 0]), want)
+    for prefix in ([2], [2, 0, 0]):
+        with pytest.raises(
+            RuntimeError, match="npu_fusion_attention: sparse_mode 6 needs one prefix"
+        ):
+            call([3, 5, 0, 0], prefix)
 
 
 def test_lengths_are_cumulative():

@@ -214,9 +214,11 @@ void FusionAttention::SetRules(const TensorView& mask, const FusionAttentionOpti
   JUMAR_CHECK(op_, !band || pre + next >= 0, "pre_tokens ", o.pre_tokens, " and next_tokens ", o.next_tokens,
               " leave an empty band");
   SetMask(mask, mode >= 2 && mode != 5, mode == 6);
-  JUMAR_CHECK(op_, mode != 6 || o.prefix.size() == inputs_.sequences.size(),
-              "sparse_mode 6 needs one prefix per sequence (", inputs_.sequences.size(), "), got ", o.prefix.size());
-  const auto live = [](const AttentionSequence& s) { return s.q_len > 0 && s.k_len > 0; };
+  // The ignored zeros behind the ends may have prefixes.
+  const size_t sequences = inputs_.sequences.size();
+  JUMAR_CHECK(op_, mode != 6 || o.prefix.size() == std::max(sequences, o.q_ends.size()) || o.prefix.size() == sequences,
+              "sparse_mode 6 needs one prefix per sequence (", sequences, "), got ", o.prefix.size());
+  const auto live = [](const AttentionSequence& s) { return s.q_len > 0; };
   const auto& all = inputs_.sequences;
   const auto first = std::find_if(all.begin(), all.end(), live) - all.begin();
   const auto last = all.rend() - std::find_if(all.rbegin(), all.rend(), live) - 1;

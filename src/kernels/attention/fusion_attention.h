@@ -15,8 +15,8 @@
 //   4  hidden: j > i + d + next_tokens, j < i + d - pre_tokens           compressed
 //   5  hidden: mask[i, j] (built with a prefix)                          full mask, not TND
 //   6  hidden: j > i + d and j >= prefix[b]                              compressed with prefix [3072, 2048]
-//   7  TND: as 3; the last sequence that is not empty as 4               compressed
-//   8  TND: as 2; the first sequence that is not empty as 4              compressed
+//   7  TND: as 3; the last sequence that has queries as 4                compressed
+//   8  TND: as 2; the first sequence that has queries as 4               compressed
 // A full mask is [B, N, Sq, Skv], [B, 1, Sq, Skv], [1, 1, Sq, Skv] or [Sq, Skv], and may have size 1 wherever it
 // repeats; for TND [Sq, Skv] of at least the longest sequences, of which each reads the upper left corner. A compressed
 // mask must be what its mode says: ones above the diagonal (mode 6: 1024 more rows, zeros left and ones right).
