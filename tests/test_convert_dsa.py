@@ -103,6 +103,23 @@ def test_what_is_no_sequence_runs_as_before():
         assert all(torch.equal(a, b) for a, b in zip(actual[:2], expected[:2], strict=True))
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_mask_that_is_written_to_is_read_again(mode):
+    model = _model()
+    with mode():
+        first = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+        second = first.clone()
+        second[..., 9:, :9] = False
+        inputs = _inputs(model)
+        del inputs["labels"]
+        expected = [model(**{**inputs, "attention_mask": m}).logits for m in (first, second)]
+        jumar.convert(model, "npu_dsa")
+        mask = first.clone()
+        for values, logits in zip((first, second), expected, strict=True):
+            mask.copy_(values)
+            assert_close(model(**{**inputs, "attention_mask": mask}).logits, logits, 1e-5)
+
+
 def test_generate_with_a_cache():
     model = _model().eval()
     ids = models.example_inputs(model, length=9)["input_ids"]

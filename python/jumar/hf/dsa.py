@@ -151,12 +151,15 @@ def _global(method: Any, name: str) -> Any:
 def rows_of(mask: Tensor) -> dsa.Layout | None:
     """How rows lie whose visible keys a mask [B, 1, S, T] says; None where they are no causal sequences.
 
-    Tokens whose key nobody sees are padding: they see nothing. A mask is looked at once, and says so to all layers.
+    Tokens whose key nobody sees are padding: they see nothing. A mask is looked at once and says so to all layers, until it is written to.
     """
-    known = getattr(mask, "_jumar_rows", None)
-    if known is None:
-        known = mask._jumar_rows = (_rows_of(mask[:, 0]),)
-    return known[0]
+    if mask.is_inference():  # counts no writes
+        return _rows_of(mask[:, 0])
+    version, rows = getattr(mask, "_jumar_rows", (None, None))
+    if version != mask._version:
+        rows = _rows_of(mask[:, 0])
+        mask._jumar_rows = (mask._version, rows)
+    return rows
 
 
 def _rows_of(mask: Tensor) -> dsa.Layout | None:
