@@ -11,8 +11,8 @@ namespace jumar {
 // An exception thrown by a body is rethrown here after all ranges ended.
 void ParallelFor(int64_t n, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
-// Calls body(chunk) once for each chunk in [0, chunks), handed out dynamically in ascending order. The caller fixes what a chunk is, from
-// sizes alone, so that sums per chunk are the same for every thread count.
+// Calls body(chunk) once for each chunk in [0, chunks), handed out dynamically in ascending order. The caller fixes
+// what a chunk is, from sizes alone, so that sums per chunk are the same for every thread count.
 void ParallelChunks(int64_t chunks, const std::function<void(int64_t)>& body);
 
 // Number of fixed chunks for n items whose per-chunk partial results are summed afterwards: about `target` chunks of at
