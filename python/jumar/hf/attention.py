@@ -71,9 +71,11 @@ def _lengths(rest: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | 
 def _packed(
     query: Tensor, key: Tensor, value: Tensor, ends: tuple, causal: bool, options: dict[str, Any]
 ) -> Tensor:
-    """[B, S, N, D] tensors whose tokens, one after the other, are sequences."""
+    """[B, S, N, D] tensors whose tokens, one after the other, are sequences; ``ends``: two lists or two tensors."""
     band = attend.packed_band(query.device, None) if causal else {}
-    out = ops.npu_fusion_attention(
+    in_tensors = isinstance(ends[0], Tensor)
+    operator = ops.npu_fusion_attention_v3 if in_tensors else ops.npu_fusion_attention
+    out = operator(
         *(t.flatten(0, 1) for t in (query, key, value)),
         query.shape[2],
         "TND",
@@ -112,6 +114,7 @@ def attention_forward(
         attention_mask = attention_mask.value()
     lazy = isinstance(attention_mask, LazyMask)
     options: dict[str, Any] = {}
+    query, key, value = functions.autocast(query, key, value)
     reason = functions.unsupported(query, key, value)
     if rest.get("position_bias") is not None or rest.get("softcap") is not None:
         reason = "its scores take a bias or a cap"
@@ -143,6 +146,10 @@ def attention_forward(
         rows = query.shape[2]
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         causal = bool(causal and rows > 1)
+        if ends is None and rest.get("cu_seq_lens_q") is not None and rest.get("cu_seq_lens_k") is not None:
+            # Compiled code has no numbers to look at.
+            starts = rest["cu_seq_lens_q"], rest["cu_seq_lens_k"]
+            return _packed(*tensors, tuple(t[1:].cpu() for t in starts), causal, options), None
         if ends is not None and ends[0][-1] == query.shape[0] * rows:
             return _packed(*tensors, ends, causal, options), None
         if causal:

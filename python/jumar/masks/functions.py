@@ -24,6 +24,15 @@ _DEVICES = ("cpu", "meta", "npu")
 _PLANS = "_jumar_plans"
 
 
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in the dtype that autocast gives torch's attention, where it is on."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Why [B, N, S, D] tensors are nothing for the operator, or None."""
     tensors = (query, key, value)
