@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from jumar import ops
-from jumar.masks import attend
+from jumar.masks import attend, functions
 
 #: What an indexer gives for its scores: queries, keys, weights.
 Index = tuple[Tensor, Tensor, Tensor]
@@ -144,6 +144,12 @@ def layout(batch: int, ends: Sequence[int] | None, key_ends: Sequence[int] | Non
     return Layout(*both)
 
 
+def autocast(index: Index) -> Index:
+    """An index with its queries and keys in autocast's dtype, where it is on; weights stay as wide as they are."""
+    *both, weights = index
+    return *functions.autocast(*both), weights
+
+
 def weight_of(linear: nn.Module, width: int, like: Tensor) -> Tensor:
     """The matrix [out, in] by which a linear layer multiplies; ``width`` numbers go in.
 
@@ -202,7 +208,9 @@ def latent_attention(
 ) -> tuple[Tensor, tuple[Tensor, ...], Kl]:
     """As :func:`sparse_attention`, of queries [B, S, N, R] and one key and value [B, S, 1, R] in latent space."""
     shape = query.shape
-    query, key, value, q_pe, k_pe = (rows.rows(t) for t in (query, key, value, q_pe, k_pe))
+    # The loss, which is computed outside of autocast, gets what the attention has got.
+    tensors = functions.autocast(query, key, value, q_pe, k_pe)
+    query, key, value, q_pe, k_pe = (rows.rows(t) for t in tensors)
     with torch.no_grad():
         indices, _ = ops.npu_lightning_indexer(
             *(t.detach() for t in index), **rows.lengths("key", query.device), sparse_count=topk, sparse_mode=3
@@ -237,7 +245,7 @@ def dense_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, rows: Layout
 ) -> tuple[Tensor, tuple[Tensor, ...], Kl]:
     """As :func:`sparse_attention`, over all keys up to the query: [B, S, N, D], value [B, S, N, Dv]."""
-    q, k, v = (rows.rows(t) for t in (query, key, value))
+    q, k, v = (rows.rows(t) for t in functions.autocast(query, key, value))
     out, most, total, *_ = ops.npu_fusion_attention(
         q,
         k,

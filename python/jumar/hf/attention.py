@@ -136,7 +136,7 @@ def attention_forward(
         return _fall_back(module, reason, query, key, value, attention_mask, **rest)
     options |= {"scale": scale, "keep_prob": 1.0 - dropout}
     if sink is not None:
-        options["sink"] = sink.to(torch.promote_types(query.dtype, torch.float32))
+        options["sink"] = functions.sinks_for(query, sink)
     tensors = [t.transpose(1, 2) for t in (query, key, value)]
     ends = _lengths(rest)
     if lazy:

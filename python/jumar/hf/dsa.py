@@ -223,7 +223,7 @@ def attention_forward(
     learning = self.__dict__.get(LEARNING) if self.training and torch.is_grad_enabled() else None
     with torch.set_grad_enabled(learning is not None):
         index = _index(self, hidden_states.detach(), q_resid.detach(), position_embeddings, cache)
-        index = tuple(rows.rows(t) for t in index)
+        index = tuple(rows.rows(t) for t in dsa.autocast(index))
     if cache is not None:
         latent, k_pe = (t.squeeze(1) for t in cache.update(latent.unsqueeze(1), k_pe.transpose(1, 2), self.layer_idx))
         k_pe = k_pe.unsqueeze(2)
@@ -266,7 +266,7 @@ def inner_forward(
     sizes = [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
     (query, q_pe), (key, k_pe) = (t.transpose(1, 2).split(sizes, -1) for t in (q, k))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    index = (q_indexer, k_indexer, weights)
+    index = dsa.autocast((q_indexer, k_indexer, weights))
     out, constants, kl = dsa.latent_attention(
         query, key, v.transpose(1, 2), q_pe, k_pe, index, int(index_topk), scale, dsa.Layout()
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +14,29 @@ from jumar import ops
 from jumar.masks.ranges import Call, Ranges, calls
 
 
-@functools.cache
+def _kept(make: Callable[[torch.device], Tensor]) -> Callable[[torch.device], Tensor]:
+    """A mask that is made once a device; good in training, too, where inference mode was the first to need it."""
+
+    @functools.cache
+    @torch.inference_mode(False)
+    def eager(device: torch.device) -> Tensor:
+        return make(device)
+
+    @functools.wraps(make)
+    def kept(device: torch.device) -> Tensor:
+        # What is made while tracing belongs to the graph.
+        return make(device) if torch.compiler.is_compiling() else eager(device)
+
+    return kept
+
+
+@_kept
 def compressed(device: torch.device) -> Tensor:
     """The mask that goes with the sparse modes."""
     return torch.ones(2048, 2048, dtype=torch.bool, device=device).triu_(1)
 
 
-@functools.cache
+@_kept
 def _nothing(device: torch.device) -> Tensor:
     """A mask that hides nothing; jumar's own operator takes one number for it."""
     return torch.zeros(1, 1, dtype=torch.bool, device=device)
@@ -62,6 +79,7 @@ class Plan:
         self.calls = calls(self.ranges)
 
     @functools.cached_property
+    @torch.inference_mode(False)  # kept, and used in training as well
     def hidden(self) -> Tensor:
         """[B, 1, Q, K], True = hidden."""
         at = torch.arange(self.ranges.keys)

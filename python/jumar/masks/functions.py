@@ -25,12 +25,22 @@ _PLANS = "_jumar_plans"
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in the dtype that autocast gives torch's attention, where it is on."""
+    """The tensors in the dtype that autocast gives torch's attention, where it is on; one that comes twice stays one."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+    made: list[Tensor] = []
+    for at, t in enumerate(tensors):
+        first = next(i for i, other in enumerate(tensors) if other is t)
+        wide = t.is_floating_point() and t.dtype != torch.float64
+        made.append(made[first] if first < at else t.to(dtype) if wide else t)
+    return tuple(made)
+
+
+def sinks_for(query: Tensor, sinks: Tensor) -> Tensor:
+    """Sinks in the dtype that the operator has them in beside a query."""
+    return sinks.to(torch.promote_types(query.dtype, torch.float32))
 
 
 def unsupported(query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -54,11 +64,11 @@ def bias_arguments(bias: Tensor, query: Tensor, keys: int, scale: float) -> dict
     """The operator's arguments for an additive bias [B | 1, N | 1, Q | 1, K], or None where it would not be exact.
 
     Minus infinity hides. So does the lowest finite number, where its row has another: its exponential is 0. Anything
-    else is a bias, divided by the scale because the operator scales it; in 16 bits that must be a power of two.
+    else is a bias, divided by the scale because the operator scales it; in 16 bits that must be a power of two, unless all
+    that is not hidden is 0.
     """
+    (bias,) = autocast(bias)
     if bias.dtype != query.dtype or torch.compiler.is_compiling():
-        return None
-    if query.dtype.itemsize == 2 and math.frexp(scale)[0] != 0.5:
         return None
     values = bias.detach()
     hidden = values <= torch.finfo(bias.dtype).min / 2
@@ -66,7 +76,8 @@ def bias_arguments(bias: Tensor, query: Tensor, keys: int, scale: float) -> dict
     if not bool((alive | (values == -torch.inf).all(-1)).all()):
         return None
     pse = torch.where(hidden, torch.zeros((), dtype=bias.dtype, device=bias.device), bias) / scale
-    if not bool(pse.detach().isfinite().all()):
+    inexact = query.dtype.itemsize == 2 and math.frexp(scale)[0] != 0.5
+    if not bool(pse.detach().isfinite().all()) or (inexact and bool(pse.detach().any())):
         return None
     shape = (query.shape[0], query.shape[1], query.shape[2], keys)
     return {"pse": pse.expand(shape), "atten_mask": hidden.expand(shape), "sparse_mode": 1}
@@ -108,28 +119,30 @@ def scaled_dot_product_attention(
         wide = (t.unsqueeze(1) for t in (query, key, value))
         out = scaled_dot_product_attention(*wide, mask, dropout_p, is_causal, scale, enable_gqa)
         return out.squeeze(1)
-    if unsupported(query, key, value) or (query.shape[1] != key.shape[1] and not enable_gqa):
+    q, k, v = autocast(query, key, value)
+    if unsupported(q, k, v) or (q.shape[1] != k.shape[1] and not enable_gqa):
         return torchs()
     if attn_mask is not None and (
         is_causal or attn_mask.dim() > 4 or isinstance(attn_mask, DTensor)
     ):
         return torchs()
-    keys, options = key.shape[2], {}
+    keys, options = k.shape[2], {}
     if is_causal:
-        options = attend.upper_left(query.device)
+        options = attend.upper_left(q.device)
     elif attn_mask is not None:
-        mask = _four(attn_mask, query, keys)
+        mask = _four(attn_mask, q, keys)
         if mask.dtype == torch.bool:
             # The operator's sense: True hides.
             options = {"atten_mask": mask.logical_not(), "sparse_mode": 1}
         else:
-            size = query.shape[-1] ** -0.5 if scale is None else scale
-            options = bias_arguments(mask, query, keys, size)
+            size = q.shape[-1] ** -0.5 if scale is None else scale
+            options = bias_arguments(mask, q, keys, size)
             if options is None:
                 return torchs()
-    return _call(query, key, value, scale, keep_prob=1.0 - dropout_p, **options)
+    return _call(q, k, v, scale, keep_prob=1.0 - dropout_p, **options)
 
 
+@torch.inference_mode(False)
 def plan_of(mask: BlockMask, batch: int) -> attend.Plan | Tensor:
     """A plan for a BlockMask, or the operator's matrix where it has none; made once a mask and kept on it."""
     plans = mask.__dict__.setdefault(_PLANS, {})
@@ -170,9 +183,10 @@ def flex_attention_by(original: Callable) -> Callable:
         **rest: Any,
     ) -> Any:
         other = score_mod is not None or return_lse or any(v is not None for v in rest.values())
-        other = other or bool(unsupported(query, key, value))
-        other = other or (query.shape[1] != key.shape[1] and not enable_gqa)
-        if other or not _fits(block_mask, query, key):
+        q, k, v = autocast(query, key, value)
+        other = other or bool(unsupported(q, k, v))
+        other = other or (q.shape[1] != k.shape[1] and not enable_gqa)
+        if other or not _fits(block_mask, q, k):
             return original(
                 query,
                 key,
@@ -186,15 +200,15 @@ def flex_attention_by(original: Callable) -> Callable:
                 **rest,
             )
         if block_mask is None:
-            return _call(query, key, value, scale)
+            return _call(q, k, v, scale)
         if torch.compiler.is_compiling():
             plan = _traced(block_mask)
         else:
-            plan = plan_of(block_mask, query.shape[0])
+            plan = plan_of(block_mask, q.shape[0])
         if isinstance(plan, Tensor):
-            return _call(query, key, value, scale, atten_mask=plan, sparse_mode=1)
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        packed = (t.transpose(1, 2) for t in (query, key, value))
+            return _call(q, k, v, scale, atten_mask=plan, sparse_mode=1)
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        packed = (t.transpose(1, 2) for t in (q, k, v))
         return attend.attend(*packed, plan, scale=scale).transpose(1, 2)
 
     return flex_attention

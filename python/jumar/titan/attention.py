@@ -40,13 +40,15 @@ def _refuse(**arguments: Any) -> None:
             raise NotImplementedError(f"{_OP}: {name} is not supported")
 
 
-def _sinks(out_transform: Any) -> Tensor | None:
+def _sinks(out_transform: Any, query: Tensor) -> Tensor | None:
     """The sinks of a gpt_oss layer, whose epilogue ``out * sigmoid(lse - sink)`` is one more term under the softmax."""
     model = sys.modules.get("torchtitan.models.gpt_oss.model")
     if model is None or getattr(out_transform, "__func__", None) is not model.Attention._apply_sinks:
         return None
     sinks = out_transform.__self__.sinks
-    return (sinks.to_local(grad_placements=sinks.placements) if isinstance(sinks, DTensor) else sinks).float()
+    if isinstance(sinks, DTensor):
+        sinks = sinks.to_local(grad_placements=sinks.placements)
+    return functions.sinks_for(query, sinks)
 
 
 class FusedFlexAttention(FlexAttention):
@@ -74,7 +76,8 @@ class FusedFlexAttention(FlexAttention):
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        sink = _sinks(out_transform)
+        q_BLNH, k_BLNH, v_BLNH = functions.autocast(q_BLNH, k_BLNH, v_BLNH)
+        sink = _sinks(out_transform, q_BLNH)
         _refuse(score_mod=score_mod, out_transform=out_transform if sink is None else None)
         if not isinstance(attention_masks, BlockMask):
             raise TypeError(f"{_OP}: attention_masks must be a BlockMask, got {type(attention_masks).__name__}")
@@ -113,6 +116,7 @@ class FusedScaledDotProductAttention(ScaledDotProductAttention):
     ) -> Tensor:
         if attention_masks is not None:
             raise ValueError(f"{_OP}: ScaledDotProductAttention takes no attention_masks")
+        q_BLNH, k_BLNH, v_BLNH = functions.autocast(q_BLNH, k_BLNH, v_BLNH)
         # torch's causal mask begins at the upper left.
         arguments = attend.upper_left(q_BLNH.device) if is_causal else {}
         return ops.npu_fusion_attention(
@@ -144,6 +148,7 @@ class FusedVarlenAttention(VarlenAttention):
         left, right = self.window_size
         if right not in (0, -1) or (right == -1 and left != -1):
             raise NotImplementedError(f"{_OP}: window_size {self.window_size} is not supported")
+        q_BLNH, k_BLNH, v_BLNH = functions.autocast(q_BLNH, k_BLNH, v_BLNH)
         arguments = {} if right == -1 else attend.packed_band(q_BLNH.device, None if left == -1 else left + 1)
         out = ops.npu_fusion_attention(
             *(t.flatten(0, 1) for t in (q_BLNH, k_BLNH, v_BLNH)),

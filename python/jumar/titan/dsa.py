@@ -36,7 +36,7 @@ class FusedSparseAttention(SparseAttention):
     ) -> Tensor:
         ends = None if documents is None else documents.cu_seq_q_host[1:]
         rows = dsa.layout(len(latent), ends)
-        index = tuple(rows.rows(t) for t in index)
+        index = tuple(rows.rows(t) for t in dsa.autocast(index))
         if self.stage == "sparse":
             weight = dsa.weight_of(wkv_b, latent.shape[-1], latent)
             result = dsa.sparse_attention(query, latent, k_pe, weight, index, self.topk, scale, rows)
