@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-pytest.register_assert_rewrite("test_convert_sdpa", "test_convert_functional")
+pytest.register_assert_rewrite("sdpa_util", "test_convert_sdpa", "test_convert_sdpa_masks", "test_convert_functional")
 transformers = pytest.importorskip("transformers")
 
 from test_convert_functional import *
 from test_convert_sdpa import *
+from test_convert_sdpa_masks import *
 
 
 def test_this_is_the_version_meant():
