@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,18 @@ def test_every_family_with_everything(folders, job, tmp_path, family):
     for part in ("base_layer", "lora_A.default", "lora_B.default"):
         assert any(path.endswith(f"layers.0.self_attn.{projection}.{part}") for path in sites)
     assert result["trained_parameters"] < result["parameters"]
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("family", ["qwen3_vl", *MIXTURES])
+def test_every_weight_is_in_a_checkpoint(folders, job, tmp_path, family, adapters):
+    """Files have names of their own, for every expert one: what is stacked in the model goes on from them, too."""
+    more = [f"model.hf_assets_path={folders[family]}", "model.converters=", f"lora.enable={str(adapters).lower()}"]
+    more += ["training.steps=2", "checkpoint.enable=true", "checkpoint.interval=1", "checkpoint.export_hf=false"]
+    whole = _run(job, tmp_path, *more)
+    shutil.rmtree(tmp_path / "checkpoint" / "step-2")
+    again = _run(job, tmp_path, *more)
+    assert again["resumed_from"].endswith("step-1") and again["losses"] == whole["losses"][1:]
 
 
 def _adapted_losses(folder: Path, when: str) -> tuple[list[float], object]:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from jumar import models
 from jumar.profile import Settings, StepProfiler, profiling
 from jumar.train import durable, pace, resume, rng, schedule
 from jumar.train.errors import JobError
@@ -291,6 +292,14 @@ class JobTrainer(transformers.Trainer):
             if isinstance(error, JobError) or durable.disk_full(error):
                 raise
             raise JobError(f"checkpoint {self.resumed_from} cannot be loaded: {error}") from error
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The Trainer's takes weights by their names alone, and leaves out, silently, what is stacked in the model only."""
+        if self.job["lora"]["enable"]:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        loaded = models.load(resume_from_checkpoint, dtype=getattr(torch, self.job["training"]["dtype"]))
+        (model or self.model).load_state_dict(loaded.state_dict())
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """The Trainer's files, in a folder that is whole or absent."""
