@@ -240,6 +240,19 @@ def test_indexers_learn_when_they_are_told_to(stage):
     torch.autograd.backward(index, [g * (2.0 / (2 * LENGTH)) for g in gradients])
     for name, parameter in layer.indexer.named_parameters():
         assert_close(after[2][f"model.layers.0.self_attn.indexer.{name}"], parameter.grad, 2e-5, name)
+    # What is evaluated is what is trained; without gradients nothing is learned.
+    for run in (model.eval(), model.train()):
+        with torch.no_grad():
+            assert torch.equal(run(**inputs).logits, after[1])
+    assert not meters[1].take(1).equal(torch.zeros(())) and not meters[1].losses
+    hole = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+    hole[:, :, 9:, 4] = False
+    with pytest.raises(NotImplementedError, match="indexers that learn have no form for an attention mask that is not of"):
+        model(**{**inputs, "attention_mask": hole})
+    # Half of the gradients, as if of a step of twice the queries.
+    dsa.set_step_queries(model, 2 * 2 * LENGTH)
+    name = "model.layers.0.self_attn.indexer.wk.weight"
+    assert torch.equal(2 * step(model, inputs)[2][name], after[2][name])
     report.undo()
     with pytest.raises(ConverterError, match="npu_dsa has replaced nothing"):
         dsa.train_indexers(model)

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
-from hf_util import write_hf_job
+from hf_util import make_folder, write_hf_job
 from jumar.train import durable
 from train_forks import Forks
 
@@ -25,6 +25,11 @@ STEPS = 8
 KINDS = {
     "whole": ["training.packing=true", "training.local_batch_size=1", "training.global_batch_size=3"],
     "adapters": ["lora.enable=true", "lora.dropout=0.3", "optimizer.lr=3e-2"],
+    # Another model, beside the job.
+    "indexers": [
+        "model.hf_assets_path=sparse", "model.converters=npu_dsa", "model.indexer_stage=sparse", "training.packing=true",
+        "training.local_batch_size=1", "training.global_batch_size=2",
+    ],
     "jumar_adamw": ["optimizer.name=jumar_adamw", "training.dtype=bfloat16", "training.mixed_precision_param=bfloat16"],
 }
 JOB = ["training.steps=8", "lr_scheduler.total_steps=8", "validation.enable=true", "validation.freq=3", "validation.part=0.2"]
@@ -39,7 +44,9 @@ def forks():
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory) -> Path:
-    return write_hf_job(tmp_path_factory.mktemp("resume"))
+    folder = tmp_path_factory.mktemp("resume")
+    make_folder(folder / "sparse", "deepseek_v32")
+    return write_hf_job(folder)
 
 
 def _options(out: Path, kind: str, *more: str) -> list[str]:
@@ -51,6 +58,7 @@ def _result(out: Path) -> dict:
     names = ("step", "loss", "grad_norm", "lr", "tokens_seen")
     return {
         **{name: [r[name] for r in records] for name in names},
+        "indexers": [r["indexer_loss"] for r in records if "indexer_loss" in r],
         "held out": {r["step"]: r["validation_loss"] for r in records if "validation_loss" in r},
         "weights": hashlib.sha256((out / "hf" / "model.safetensors").read_bytes()).hexdigest(),
     }
@@ -83,7 +91,7 @@ def test_kills_at_random_moments(forks, job, reference, tmp_path):
     """Some by the clock, some at a call in the middle of a save: a sync, a rename, the making of a file or folder."""
     seed = int.from_bytes(os.urandom(4))
     dice = random.Random(seed)
-    kills, rounds, wanted = 0, 0, 20 if LONG else 3
+    kills, rounds, wanted = 0, 0, 20 if LONG else 4
     calls, seconds = {"fsync": 60}, 0.0
     while kills < wanted:
         kind = list(KINDS)[rounds % len(KINDS)]

@@ -150,6 +150,18 @@ def autocast(index: Index) -> Index:
     return *functions.autocast(*both), weights
 
 
+def freeze_others(model: nn.Module) -> None:
+    """For the stage ``warmup``: of what is trained in a model, all but its indexers is frozen."""
+    for name, parameter in model.named_parameters():
+        if ".indexer." not in name:
+            parameter.requires_grad_(False)
+
+
+def learns(model: nn.Module) -> bool:
+    """Whether any parameter of a model's indexers is trained."""
+    return any(p.requires_grad and ".indexer." in name for name, p in model.named_parameters())
+
+
 def weight_of(linear: nn.Module, width: int, like: Tensor) -> Tensor:
     """The matrix [out, in] by which a linear layer multiplies; ``width`` numbers go in.
 

@@ -72,7 +72,7 @@ def train_indexers(
         coeff: weight of the loss.
         stage: ``sparse``, or ``warmup``: attention is over all keys, and the indexers learn from all of them.
         step_queries: queries of a whole optimizer step, the divisor of the loss's gradients; None: those of a forward pass,
-            which is right without gradient accumulation.
+            which is right without gradient accumulation. :func:`set_step_queries` changes it.
 
     Returns:
         A meter a layer; :meth:`jumar.dsa.Meter.take` gives the loss, summed over queries, since it was last taken.
@@ -89,3 +89,11 @@ def train_indexers(
     for module, meter in zip(found, meters, strict=True):
         module.__dict__[recogniser.LEARNING] = recogniser.Learning(meter, coeff, stage, step_queries)
     return meters
+
+
+def set_step_queries(model: nn.Module, step_queries: int | None) -> None:
+    """Gives the steps to come another divisor than :func:`train_indexers` got: for batches whose rows differ in length."""
+    for module in model.modules():
+        learning = module.__dict__.get(recogniser.LEARNING)
+        if learning is not None:
+            learning.step_queries = step_queries

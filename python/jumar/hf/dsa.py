@@ -209,7 +209,13 @@ def attention_forward(
     """The attention on latent keys; where its mask is not of sequences, what the library does."""
     cache = kwargs.pop("past_key_values", None) if cache is None else cache
     rows = None if attention_mask is None else rows_of(attention_mask)
+    learning = self.__dict__.get(LEARNING)
+    learns = learning is not None and self.training and torch.is_grad_enabled()
+    dense = learning is not None and learning.stage == "warmup"
     if rows is None or kwargs.get("output_attentions"):
+        if learns or dense:
+            what = "output_attentions" if rows is not None else "an attention mask that is not of causal sequences"
+            raise NotImplementedError(f"npu_dsa: indexers that learn have no form for {what}")
         return getattr(self, PLAIN)(
             hidden_states, position_embeddings, attention_mask, cache=cache, position_ids=position_ids, **kwargs
         )
@@ -220,14 +226,13 @@ def attention_forward(
     latent = self.kv_a_layernorm(latent)
     rotate = _global(getattr(type(self), PLAIN), _ROTATE_PAIRS)
     q_pe, k_pe = rotate(q_pe, k_pe.unsqueeze(2), *position_embeddings, unsqueeze_dim=2)
-    learning = self.__dict__.get(LEARNING) if self.training and torch.is_grad_enabled() else None
-    with torch.set_grad_enabled(learning is not None):
+    with torch.set_grad_enabled(learns):
         index = _index(self, hidden_states.detach(), q_resid.detach(), position_embeddings, cache)
         index = tuple(rows.rows(t) for t in dsa.autocast(index))
     if cache is not None:
         latent, k_pe = (t.squeeze(1) for t in cache.update(latent.unsqueeze(1), k_pe.transpose(1, 2), self.layer_idx))
         k_pe = k_pe.unsqueeze(2)
-    if learning is not None and learning.stage == "warmup":
+    if dense:
         key, value = self.expand_kv(latent.unsqueeze(1), k_pe.transpose(1, 2))
         result = dsa.dense_attention(
             torch.cat([q_nope, q_pe], -1), key.transpose(1, 2), value.transpose(1, 2), self.scaling, rows
@@ -237,10 +242,18 @@ def attention_forward(
         topk = self.indexer.index_topk
         result = dsa.sparse_attention((q_nope, q_pe), latent, k_pe, weight, index, topk, self.scaling, rows)
     out, constants, kl = result
-    if learning is not None:
-        factor = learning.coeff / (learning.step_queries or hidden_states[..., 0].numel())
-        out = dsa.learn(out, constants, kl, index, factor, learning.meter)
+    if learns:
+        out = _learn(out, constants, kl, index, learning, hidden_states[..., 0].numel())
     return self.o_proj(out.flatten(2)), None
+
+
+# Between graphs: the divisor may be another one in every step, and the meter adds up in the backward pass.
+@torch.compiler.disable
+def _learn(
+    out: Tensor, constants: tuple[Tensor, ...], kl: dsa.Kl, index: dsa.Index, learning: Learning, queries: int
+) -> Tensor:
+    factor = learning.coeff / (learning.step_queries or queries)
+    return dsa.learn(out, constants, kl, index, factor, learning.meter)
 
 
 def inner_forward(

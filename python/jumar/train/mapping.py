@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jumar.spelling import nearest
+from jumar.train import indexers
 from jumar.train.errors import JobError
 from jumar.train.job import Job
 
@@ -57,16 +58,15 @@ def _balance(job: Job, spec: Any) -> None:
 
 def _indexers(job: Job, spec: Any) -> None:
     """The stage of sparse attention's indexers and the weight of their loss, where the job gives them."""
-    given = {k: job["model"][f"indexer_{k}"] for k in ("stage", "loss_coeff")}
-    given = {name: value for name, value in given.items() if value is not None}
+    given = indexers.given(job)
     if not given:
         return
     from jumar.titan.deepseek_v32 import SparseAttention
 
     nodes = [node for _, node, _, _ in spec.model.traverse(SparseAttention.Config, recurse=True)]
+    if not nodes:
+        raise indexers.absent(job, f"{job['model']['name']} {spec.flavor}")
     for name, value in given.items():
-        if not nodes:
-            raise JobError(f"model.indexer_{name} = {value!r}: {job['model']['name']} {spec.flavor} has no indexers")
         for node in nodes:
             setattr(node, name, value)
 
@@ -75,7 +75,7 @@ def stamp(job: Job, texts: Any) -> dict[str, Any]:
     """What a checkpoint says about its job: what a resumed run must share, and what it should."""
     training = job["training"]
     return {
-        "model": f"{job['model']['name']} {job['model']['flavor']}",
+        "model": f"{job['model']['name']} {job['model']['flavor']}{indexers.stamp(job)}",
         "lora": {k: job["lora"][k] for k in ("rank", "alpha", "target_modules")} if job["lora"]["enable"] else None,
         "training.dataset": texts.digest if texts is not None else training["dataset"],
         **{

@@ -69,10 +69,10 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
             "indexer_stage",
             "str",
             None,
-            "jumar: of deepseek_v32: sparse (the default); warmup attends to all keys and trains the indexers alone",
+            "jumar: of DeepSeek-V3.2: sparse, or warmup: attends to all keys and trains the indexers alone; not set: sparse, for hf their loss is not computed",
             ("sparse", "warmup"),
         ),
-        Key("indexer_loss_coeff", "float", None, "jumar: weight of the indexers' loss; not set: 1", minimum=0),
+        Key("indexer_loss_coeff", "float", None, "jumar: weight of the indexers' loss; not set: 1; for hf see indexer_stage", minimum=0),
     ),
     "training": (
         Key("dataset", "str", "jsonl", "jsonl, or a dataset that torchtitan knows (c4, c4_test)"),
@@ -230,7 +230,7 @@ SECTIONS: dict[str, tuple[Key, ...]] = {
 
 # What an engine has nothing for: an error when it is set to anything but its default.
 _TORCHTITAN_ONLY = {
-    "model": ("flavor", "tokenizer_vocab_size", "load_balance_coeff", "indexer_stage", "indexer_loss_coeff"),
+    "model": ("flavor", "tokenizer_vocab_size", "load_balance_coeff"),
     "training": ("enable_cpu_offload", "gc_freq", "gc_debug", "loss_chunks"),
     "validation": ("dataset",),
     "checkpoint": ("initial_load_model_only", "initial_load_in_hf", "last_save_in_hf", "exclude_from_loading", "create_seed_checkpoint"),

@@ -45,7 +45,7 @@ class JobTrainer(Trainer):
         self.checkpointer.before_save = self.metrics_processor.sync
         self.load = experts.ExpertLoad(self.model_parts, self.model_config, self.parallel_dims, self.device)
         passes = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
-        self.indexer_loss = indexers.IndexerLoss(self.model_parts, self.model_config, self.parallel_dims, passes)
+        self.indexer_loss = indexers.of_parts(self.model_parts, self.model_config, self.parallel_dims, passes)
 
     def batch_generator(self, data_iterable: Iterable) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
         """torchtitan's. It is called when a checkpoint was loaded and no step begun: all goes on from there."""

@@ -208,8 +208,7 @@ class DeepSeekV32Model(DeepSeekV3Model):
     def __init__(self, config: Config):
         super().__init__(config)
         if config.stage == "warmup":
-            for name, parameter in self.named_parameters():
-                parameter.requires_grad_(".indexer." in name)
+            dsa.freeze_others(self)
 
     def get_attention_masks(self, positions: Tensor) -> VarlenMetadata:
         """Where documents begin: at every position 0."""

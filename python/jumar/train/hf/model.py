@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import jumar
+from jumar.convert import dsa
 from jumar.convert.errors import ConverterError
 from jumar.convert.report import Report
+from jumar.dsa import Meter, freeze_others, learns
+from jumar.train import indexers
 from jumar.train.errors import JobError
 from jumar.train.job import Job
 from jumar.train.mapping import ALL, check_targets
@@ -132,6 +135,43 @@ def convert(job: Job, model: nn.Module) -> Report:
         return jumar.convert(model, names, strict=True)
     except ConverterError as error:
         raise JobError(f"model.converters: {error}") from error
+
+
+def train_indexers(job: Job, model: nn.Module, report: Report) -> list[Meter]:
+    """Lets the indexers of a converted model learn, where the job gives their keys; their meters.
+
+    Raises:
+        JobError: the model has no indexers; they are not converted; nothing of them is trained.
+    """
+    given, inner = indexers.given(job), type(unwrapped(model)).__name__
+    sites = [site for site in report.sites if site.converter == "npu_dsa"]
+    if not given:
+        if any(site.status == "replaced" for site in sites):
+            log.warning("the indexers of %s do not learn; model.indexer_stage makes them", inner)
+        return []
+    key = f"model.indexer_{next(iter(given))}"
+    if not sites:
+        if not jumar.convert.plan(model, ["npu_dsa?"]).report().sites:
+            raise indexers.absent(job, inner)
+        raise JobError(f"{key}: transformers has no loss for indexers; it is npu_dsa's, which model.converters lacks")
+    for site in sites:
+        if site.status != "replaced":
+            raise JobError(f"{key}: npu_dsa leaves {site.path} alone: {site.reason}")
+    if given.get("loss_coeff") == 0:
+        return []
+    if given.get("stage") == indexers.WARMUP:
+        freeze_others(model)
+        for site in sites:
+            site.operator = "npu_fusion_attention"  # what runs, and is counted
+    if not learns(model):
+        raise JobError(f"{key}: lora.target_modules names no layer of the indexers, so nothing of them is trained")
+    names = {"stage": "stage", "loss_coeff": "coeff"}
+    return dsa.train_indexers(model, **{names[name]: value for name, value in given.items()})
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside of peft's."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
 def check_packing(model: nn.Module, planes: int) -> None:

@@ -19,7 +19,8 @@ from torch import nn
 
 import jumar
 from jumar.convert.report import Report
-from jumar.train import mapping, rng, runner, summary
+from jumar.dsa import Meter
+from jumar.train import indexers, mapping, rng, runner, summary
 from jumar.train.errors import JobError
 from jumar.train.files import replace_folder
 from jumar.train.hf import chat, dataset, model, records
@@ -46,11 +47,11 @@ class Prepared:
     held_out: list[list[dataset.Sample]] | None
     stamp: dict[str, Any]
     random: dict[str, Any]
+    meters: list[Meter]
 
     @property
     def name(self) -> str:
-        inner = self.model.get_base_model() if self.job["lora"]["enable"] else self.model
-        return f"hf {type(inner).__name__}"
+        return f"hf {type(model.unwrapped(self.model)).__name__}"
 
     def summary(self) -> str:
         """What is about to be trained, for people."""
@@ -116,13 +117,15 @@ def prepare(job: Job) -> Prepared:
             report = model.convert(job, loaded)
             if training["packing"]:
                 model.check_packing(loaded, dataset.position_planes(loaded.config))
+            meters = model.train_indexers(job, loaded, report)
             random = rng.capture()
+    digest = hashlib.sha256((folder / "config.json").read_bytes()).hexdigest()[:16]
     stamp = {
         **mapping.stamp(job, SimpleNamespace(digest=records.digest(found))),
-        "model": f"hf {type(loaded).__name__} {hashlib.sha256((folder / 'config.json').read_bytes()).hexdigest()[:16]}",
+        "model": f"hf {type(loaded).__name__} {digest}{indexers.stamp(job)}",
         **{f"training.{name}": training[name] for name in ("packing", "too_long")},
     }
-    return Prepared(job, report, folder, tokenizer, loaded, data, rows, held_out, stamp, random)
+    return Prepared(job, report, folder, tokenizer, loaded, data, rows, held_out, stamp, random, meters)
 
 
 def _check(job: Job) -> None:
@@ -223,6 +226,7 @@ def train(prepared: Prepared, label: str = "") -> dict[str, Any]:
                 log_file,
                 prepared.stamp,
                 prepared.held_out,
+                prepared.meters,
                 model=prepared.model,
                 processing_class=prepared.tokenizer,
                 train_dataset=dataset.Stream(prepared.rows, items, training["seed"]),

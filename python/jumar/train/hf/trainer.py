@@ -12,8 +12,10 @@ import transformers
 from torch import Tensor, nn
 
 from jumar import models
+from jumar.convert.dsa import set_step_queries
+from jumar.dsa import Meter
 from jumar.profile import Settings, StepProfiler, profiling
-from jumar.train import durable, pace, resume, rng, schedule
+from jumar.train import durable, indexers, pace, resume, rng, schedule
 from jumar.train.errors import JobError
 from jumar.train.hf.chat import IGNORED
 from jumar.train.job import Job
@@ -87,8 +89,18 @@ class JobTrainer(transformers.Trainer):
         resumed_from: the checkpoint that the run goes on from, or None.
     """
 
-    def __init__(self, job: Job, steps: int, records: Records, stamp: dict[str, Any], held_out: Any, **kwargs: Any):
+    def __init__(
+        self,
+        job: Job,
+        steps: int,
+        records: Records,
+        stamp: dict[str, Any],
+        held_out: Any,
+        meters: list[Meter],
+        **kwargs: Any,
+    ):
         self.job, self.records, self.stamp, self.held_out = job, records, stamp, held_out
+        self.indexer_loss = indexers.IndexerLoss(meters, accumulation(job))
         self.stop = Stop()
         self.session = StepProfiler(Settings(enable_profiling=False), job.dump_folder)
         self.resumed_from: Path | None = None
@@ -112,7 +124,14 @@ class JobTrainer(transformers.Trainer):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's: the data of a step."""
         pace.step_begins()
-        return super().get_batch_samples(*args, **kwargs)
+        batches, labels = super().get_batch_samples(*args, **kwargs)
+        if self.indexer_loss.meters:
+            # What is padded sees no key, or itself alone: its loss is 0.
+            queries = sum(int(batch["tokens"]) for batch in batches)
+            set_step_queries(self.model, queries)
+            self.indexer_loss.queries = queries * len(self.indexer_loss.meters)
+            self.indexer_loss.begin()
+        return batches, labels
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """The Trainer's; notes loss and tokens."""
@@ -225,6 +244,8 @@ class JobTrainer(transformers.Trainer):
             lr=self._rate,
             tokens_seen=self.state.num_input_tokens_seen,
         )
+        if self.indexer_loss:
+            record["indexer_loss"] = self.indexer_loss.mean()
         if validation_loss is not None:
             record["validation_loss"] = validation_loss
         self.records.add(record)
