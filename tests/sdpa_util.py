@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -46,3 +48,19 @@ def error(tensors, exact):
     """Distances of tensors from exact ones, relative to those, added up."""
     pairs = zip(tensors, exact, strict=True)
     return sum(float((t.double() - e).norm() / e.norm()) for t, e in pairs if e.norm() > 1e-6)
+
+
+def _neighbours(model, seed):
+    """A copy whose parameters are each the next number up or down."""
+    gen, other = torch.Generator().manual_seed(seed), copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            up = torch.rand(p.shape, generator=gen) < 0.5
+            p.copy_(torch.where(up, p.nextafter(p + torch.inf), p.nextafter(p - torch.inf)))
+    return other
+
+
+def spreads(model, tensors, **inputs):
+    """How far one ulp in its parameters moves each of a model's results: the largest difference in two draws."""
+    moved = [run(_neighbours(model, seed), **inputs) for seed in range(2)]
+    return [max((a - b).abs().max().item() for a in others) for b, *others in zip(tensors, *moved, strict=True)]

@@ -16,7 +16,7 @@ from jumar.convert import ConverterError, plan
 transformers = pytest.importorskip("transformers")
 
 from jumar.hf import attention
-from sdpa_util import NAME, PACKED, error, qwen3, run, same
+from sdpa_util import NAME, PACKED, error, qwen3, run, same, spreads
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "qwen2_5_vl", "qwen3_vl", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_next",
@@ -32,13 +32,19 @@ LAYERS = {"qwen3_next": 1, "qwen3_5_moe": 1, "deepseek_v3": 3}
     [(f, torch.float32) for f in FAMILIES] + [(f, torch.bfloat16) for f in ("qwen3", "qwen2_5_vl", "deepseek_v3")],
 )
 def test_families(family, dtype):
-    """Text and images: outputs and all gradients beside eager's, in bf16 as far from fp32 as eager, but for chance."""
+    """Text and images: outputs and all gradients beside eager's, in bf16 as far from fp32 as eager, but for chance.
+
+    In fp32 a model amplifies what its attention rounds as it amplifies any last bit, and some by more than others: the
+    gradients of a delta rule's decays are sums that cancel, which one ulp in the parameters moves by 1e-5 (``A_log``,
+    ``dt_bias``) where most of a model's move by 1e-6. So the bound is what one ulp does to eager.
+    """
     layers = LAYERS.get(family, 2)
     model = models.build(family)
     exact = None if dtype == torch.float32 else run(model, **models.example_inputs(model))
     model = model.to(dtype)
     inputs = models.example_inputs(model)
     before = run(model, **inputs)
+    bounds = spreads(model, before, **inputs) if exact is None else []
     report = jumar.convert(model, NAME, strict=True, verify=dtype == torch.float32)
     text = [s for s in report.replaced if ".visual." not in f".{s.path}."]
     vision = len(report.replaced) - len(text)
@@ -50,8 +56,8 @@ def test_families(family, dtype):
     assert jumar.call_counts()["npu_fusion_attention"] == layers + vision
     assert jumar.call_counts()["npu_fusion_attention_grad"] == layers + vision
     if exact is None:
-        # The decays of delta rules amplify what attention rounds.
-        same(after, before, relative=3e-5 if "A_log" in "".join(model.state_dict()) else 1e-5)
+        for a, b, bound in zip(after, before, bounds, strict=True):
+            assert (a - b).abs().max() <= 2 * bound
     else:
         assert error(after, exact) <= 1.3 * error(before, exact)
     report.undo()
