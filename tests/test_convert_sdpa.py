@@ -103,10 +103,12 @@ def test_sinks(packed):
     assert model.config._attn_implementation == "eager"
 
 
-def test_keys_chosen_by_indices_are_refused():
+def test_keys_chosen_by_indices_and_capped_scores_with_sinks_are_refused():
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(NotImplementedError, match="npu_sdpa: Module chooses its keys by indices"):
+    with pytest.raises(NotImplementedError, match=r"npu_sdpa: Module chooses its keys by indices \[1, 3, 2\]; convert it with npu_dsa"):
         attention.attention_forward(nn.Module(), q, q, q, None, indices=torch.zeros(1, 3, 2))
+    with pytest.raises(NotImplementedError, match="npu_sdpa: Module has sinks, and .* cap; set attn_implementation"):
+        attention.attention_forward(nn.Module(), q, q, q, None, s_aux=torch.zeros(2), softcap=3.0)
 
 
 def test_capped_scores_are_refused_by_site():

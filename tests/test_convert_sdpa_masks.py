@@ -208,6 +208,15 @@ def test_a_lazy_mask_is_a_mask():
         assert type(other) is torch.Tensor and torch.equal(other, want)
 
 
+def test_a_lazy_tensor_has_a_value():
+    from jumar.hf.lazy import Lazy
+
+    with pytest.raises(TypeError, match="Other: a subclass of Lazy must define value"):
+        type("Other", (Lazy,), {})
+    with pytest.raises(TypeError, match="Lazy is abstract"):
+        Lazy(3)
+
+
 def test_generation_of_a_padded_batch_in_a_static_cache(monkeypatch):
     model = qwen3().eval()
     ids = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(1))

@@ -98,15 +98,18 @@ def test_flex_in_bf16():
 def test_refusals():
     mask = masks()["packed"]
     fused, values = FusedFlexAttention.Config().build(), tensors()
-    with pytest.raises(NotImplementedError, match="npu_sdpa: score_mod"):
+    with pytest.raises(NotImplementedError, match="npu_sdpa: score_mod must be None, got .*lambda.*; leave npu_sdpa out"):
         fused(*values, attention_masks=mask, score_mod=lambda s, b, h, q, k: s)
-    with pytest.raises(NotImplementedError, match="npu_sdpa: out_transform"):
+    with pytest.raises(NotImplementedError, match="npu_sdpa: out_transform must be None, got .*; leave npu_sdpa out"):
         fused(*values, attention_masks=mask, out_transform=lambda out, lse: out)
+    plain = SdpaFlexAttention(stock.FlexAttention.Config())
+    with pytest.raises(NotImplementedError, match="SdpaFlexAttention: score_mod must be None on a CPU, got .*lambda"):
+        plain(*values, attention_masks=mask, score_mod=lambda s, b, h, q, k: s)
     with pytest.raises(TypeError, match="BlockMask"):
         fused(*values, attention_masks=None)
     with pytest.raises(ValueError, match="attention_masks"):
         FusedScaledDotProductAttention.Config().build()(*values, attention_masks=mask)
-    with pytest.raises(NotImplementedError, match="window_size"):
+    with pytest.raises(NotImplementedError, match=r"npu_sdpa: window_size must be .*, got \(3, 2\); leave npu_sdpa out"):
         lengths = stock.create_varlen_metadata_for_document(_POSITIONS)
         FusedVarlenAttention.Config(window_size=(3, 2)).build()(*values, attention_masks=lengths)
 

@@ -290,9 +290,9 @@ def test_scores_and_loss_by_hand():
 def test_what_it_does_not_do_is_refused():
     spec = _spec()
     parallelism = SimpleNamespace(tensor_parallel_degree=1, context_parallel_degree=2)
-    with pytest.raises(NotImplementedError, match="deepseek_v32 has no context parallelism, its degree is 2"):
+    with pytest.raises(NotImplementedError, match="deepseek_v32 has no context parallelism, its degree is 2; set parallelism.context_parallel_degree to 1"):
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism))
-    with pytest.raises(NotImplementedError, match="deepseek_v32 is not compiled: .* compile.components are model, loss"):
+    with pytest.raises(NotImplementedError, match="deepseek_v32 is not compiled: .* compile.components are model, loss; leave out model"):
         parallelism.context_parallel_degree = 1
         compilation = SimpleNamespace(enable=True, components=["model", "loss"])
         spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, compile=compilation))

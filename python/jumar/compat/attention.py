@@ -67,10 +67,12 @@ class SdpaFlexAttention(FlexAttention):
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        if score_mod is not None:
-            raise NotImplementedError("attention on the CPU: score_mod is not supported")
-        if out_transform is not None:
-            raise NotImplementedError("attention on the CPU: out_transform (log-sum-exp) is not supported")
+        for name, given in (("score_mod", score_mod), ("out_transform", out_transform)):
+            if given is not None:
+                shown = getattr(given, "__qualname__", given)
+                raise NotImplementedError(
+                    f"SdpaFlexAttention: {name} must be None on a CPU, got {shown}; train this model on a device that has FlexAttention"
+                )
         if not isinstance(attention_masks, BlockMask):
             raise TypeError(f"attention_masks must be a BlockMask, got {type(attention_masks).__name__}")
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))

@@ -106,7 +106,8 @@ def attention_forward(
     """
     if rest.get("indices") is not None:
         raise NotImplementedError(
-            f"npu_sdpa: {type(module).__name__} chooses its keys by indices, which npu_dsa does"
+            f"npu_sdpa: {type(module).__name__} chooses its keys by indices {list(rest['indices'].shape)}; "
+            "convert it with npu_dsa, or set another attn_implementation"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sink = rest.get("s_aux")
@@ -131,7 +132,9 @@ def attention_forward(
                 reason = f"its mask is an additive bias of {mask.dtype}"
     if reason is not None:
         if sink is not None:
-            raise NotImplementedError(f"npu_sdpa: {type(module).__name__} has sinks, and {reason}")
+            raise NotImplementedError(
+                f"npu_sdpa: {type(module).__name__} has sinks, and {reason}; set attn_implementation to 'eager'"
+            )
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
         return _fall_back(module, reason, query, key, value, attention_mask, **rest)
     options |= {"scale": scale, "keep_prob": 1.0 - dropout}

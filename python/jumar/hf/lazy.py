@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from abc import abstractmethod
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -34,9 +35,19 @@ class Lazy(Tensor):
     Whatever is done with it is done with its value.
     """
 
+    # A tensor's metaclass is torch's own, and tensors are made past object.__new__: abc cannot watch over them.
+    def __init_subclass__(cls, **rest: Any) -> None:
+        super().__init_subclass__(**rest)
+        if getattr(cls.value, "__isabstractmethod__", False):
+            raise TypeError(f"{cls.__name__}: a subclass of Lazy must define value()")
+
+    @staticmethod
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Never:
+        raise TypeError(f"{cls.__name__} is abstract: make one of its subclasses")
+
+    @abstractmethod
     def value(self) -> Tensor:
         """The elements as an ordinary tensor."""
-        raise NotImplementedError
 
     @classmethod
     def __torch_function__(

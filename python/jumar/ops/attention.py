@@ -145,7 +145,7 @@ def _v2(*args: Any) -> Any:
     ):
         if args[at] not in (only, []):
             raise NotImplementedError(
-                f"npu_fusion_attention_v2: {name} must be {only}, got {args[at]}"
+                f"npu_fusion_attention_v2: {name} must be {only}, got {args[at]}; leave it out"
             )
     # Without hints.
     return torch.ops.jumar.fusion_attention_v2(*args[:14], *args[15:19], *args[24:])

@@ -34,10 +34,15 @@ def _scale(query: Tensor, scale: float | None) -> float:
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
+#: What to do about a refusal.
+_LEAVE = "leave npu_sdpa out of the converters of this model"
+
+
 def _refuse(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise NotImplementedError(f"{_OP}: {name} is not supported")
+            shown = getattr(value, "__qualname__", value)
+            raise NotImplementedError(f"{_OP}: {name} must be None, got {shown}; {_LEAVE}")
 
 
 def _sinks(out_transform: Any, query: Tensor) -> Tensor | None:
@@ -147,7 +152,9 @@ class FusedVarlenAttention(VarlenAttention):
             raise TypeError(f"{_OP}: attention_masks must be VarlenMetadata, got {type(attention_masks).__name__}")
         left, right = self.window_size
         if right not in (0, -1) or (right == -1 and left != -1):
-            raise NotImplementedError(f"{_OP}: window_size {self.window_size} is not supported")
+            raise NotImplementedError(
+                f"{_OP}: window_size must be (n, 0), (-1, 0) or (-1, -1), got {self.window_size}; {_LEAVE}"
+            )
         q_BLNH, k_BLNH, v_BLNH = functions.autocast(q_BLNH, k_BLNH, v_BLNH)
         arguments = {} if right == -1 else attend.packed_band(q_BLNH.device, None if left == -1 else left + 1)
         out = ops.npu_fusion_attention(

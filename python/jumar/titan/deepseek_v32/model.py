@@ -187,12 +187,15 @@ class DeepSeekV32Model(DeepSeekV3Model):
             for name in ("tensor", "context"):
                 degree = getattr(config.parallelism, f"{name}_parallel_degree")
                 if degree > 1:
-                    raise NotImplementedError(f"deepseek_v32 has no {name} parallelism, its degree is {degree}")
+                    raise NotImplementedError(
+                        f"deepseek_v32 has no {name} parallelism, its degree is {degree}; "
+                        f"set parallelism.{name}_parallel_degree to 1"
+                    )
             compilation = getattr(config, "compile", None)
             if compilation is not None and compilation.enable and "model" in compilation.components:
                 raise NotImplementedError(
                     "deepseek_v32 is not compiled: the indexers' loss is added up in the backward pass; "
-                    f"compile.components are {', '.join(compilation.components)}"
+                    f"compile.components are {', '.join(compilation.components)}; leave out model"
                 )
             DeepSeekV3Model.Config.update_from_config(self, config=config, **kwargs)
             for layer in self.layers:
