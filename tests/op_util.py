@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -102,16 +103,24 @@ def check_layouts_and_double_backward(name: str, f: Callable[[Tensor], Tensor], 
     assert torch.equal(leaf.grad, torch.autograd.grad(f(leaf), leaf, torch.ones_like(want))[0])
 
 
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """So many threads while it lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        assert jumar.num_threads() == count
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def check_threads(f: Callable[[], Sequence[Tensor]]) -> None:
     """The results have the same bits for 1, 2 and 3 threads."""
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert jumar.num_threads() == count
+    results = []
+    for count in (1, 2, 3):
+        with threads(count):
             results.append(f())
-    finally:
-        torch.set_num_threads(threads)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

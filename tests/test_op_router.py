@@ -9,7 +9,7 @@ from torch.library import opcheck
 
 import jumar
 from jumar import ops
-from op_util import FLOAT_DTYPES, assert_ulp, signed, strided_views
+from op_util import FLOAT_DTYPES, assert_ulp, signed, strided_views, threads
 
 NAMESPACES = jumar._load.NAMESPACES
 
@@ -230,16 +230,12 @@ def test_the_bias_has_no_gradient():
     assert bias.grad is None and x.grad is not None
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_ties_are_in_order_for_every_thread_count(threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        x = torch.randint(-2, 3, (600, 64)).bfloat16()
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_ties_are_in_order_for_every_thread_count(count):
+    x = torch.randint(-2, 3, (600, 64)).bfloat16()
+    with threads(count):
         _, indices, _ = ops.router_top_k(x, 9)
-        assert torch.equal(indices, x.float().argsort(dim=-1, descending=True, stable=True)[:, :9])
-    finally:
-        torch.set_num_threads(before)
+    assert torch.equal(indices, x.float().argsort(dim=-1, descending=True, stable=True)[:, :9])
 
 
 def test_wide_weights_empty_and_all_experts():

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 from hf_util import CONVERTERS, write_hf_job
-from train_util import train_job
+from train_util import one_thread, train_job
 
 FUSED = [*CONVERTERS, "npu_sdpa"]
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+_one_thread = pytest.fixture(autouse=True)(one_thread)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -20,7 +20,7 @@ from jumar import models
 from jumar.train import JobError, runner
 from jumar.train.hf import dataset, records
 from jumar.train.hf import model as hf_model
-from train_util import train_job
+from train_util import one_thread, train_job
 
 # Gated delta nets (Qwen3-Next, Qwen3.5) mix packed documents.
 FAMILIES = [name for name in models.BUILT_IN if not name.startswith(("qwen3_next", "qwen3_5"))]
@@ -31,12 +31,7 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "deepseek_v3", 
 WITHOUT = dict.fromkeys(("mixtral", "qwen3_moe", "qwen3_vl_moe"), "npu_swiglu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+_one_thread = pytest.fixture(autouse=True)(one_thread)
 
 
 @pytest.fixture(scope="module", autouse=True)

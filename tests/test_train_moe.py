@@ -15,7 +15,7 @@ pytest.importorskip("torchtitan")
 
 from jumar import titan
 from jumar.train import JobError, experts, runner
-from train_util import quickly, torchrun, train_job, write_job
+from train_util import check_resumes, quickly, torchrun, train_job, write_job
 
 NAMES = ["npu_rms_norm", "npu_rope", "npu_swiglu?", "npu_linear", "npu_gmm", "npu_permute", "npu_router"]
 MODELS = {
@@ -158,15 +158,11 @@ def test_balancing_needs_experts(tmp_path):
 
 def test_resumed_run_gives_the_same_bits(tmp_path):
     """Weights, losses and the bias of the experts, which every step moves."""
-    steps = ["training.steps=6", "lr_scheduler.total_steps=6", "metrics.plot_file="]
-    whole = _run(tmp_path / "whole", "deepseek_v3", *steps)
-    saved = [*steps, "checkpoint.enable=true", "checkpoint.interval=3"]
-    first = _run(tmp_path / "parts", "deepseek_v3", *saved, "training.steps=3")
-    second = _run(tmp_path / "parts", "deepseek_v3", *saved)
-    assert first["losses"] + second["losses"] == whole["losses"]
-    for key in ("grad_norm", "tokens_per_expert"):
-        parts = [r[key] for r in first["records"] + second["records"]]
-        assert parts == [r[key] for r in whole["records"]]
+
+    def run(folder, *overrides):
+        return _run(folder, "deepseek_v3", *overrides)
+
+    whole, second = check_resumes(run, tmp_path, 6, "grad_norm", "tokens_per_expert")
     assert (Path(second["hf_folder"]) / "model.safetensors").read_bytes() == (
         Path(whole["hf_folder"]) / "model.safetensors"
     ).read_bytes()

@@ -9,13 +9,14 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+
+from op_util import threads
 
 CONVERTERS = ["npu_rms_norm", "npu_rope", "npu_swiglu", "npu_linear"]
 
@@ -67,17 +68,20 @@ def no_sleep(monkeypatch: Any) -> None:
     monkeypatch.setattr("torchtitan.trainer.time", clock)
 
 
+def one_thread() -> Iterator[None]:
+    """The body of a fixture: torch on one thread."""
+    with threads(1):
+        yield
+
+
 def quickly() -> Iterator[None]:
     """The body of a fixture: torchtitan with the shims and without its sleep, on one thread."""
     from jumar import compat
 
-    threads = torch.get_num_threads()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, threads(1):
         compat.apply()
         no_sleep(patch)
-        torch.set_num_threads(1)
         yield
-    torch.set_num_threads(threads)
 
 
 def train_job(job: Path, *overrides: str) -> dict:
@@ -86,6 +90,22 @@ def train_job(job: Path, *overrides: str) -> dict:
 
     with contextlib.redirect_stderr(io.StringIO()):
         return runner.train(runner.prepare(str(job), list(overrides)))
+
+
+def check_resumes(run: Callable[..., dict], folder: Path, steps: int, *keys: str) -> tuple[dict, dict]:
+    """A run that stops halfway and one that resumes it log the bits of one that does not stop.
+
+    ``run``: of a folder and overrides. Returns the documents of the whole run and of the resumed one.
+    """
+    options = [f"training.steps={steps}", f"lr_scheduler.total_steps={steps}", "metrics.plot_file="]
+    saved = [*options, "checkpoint.enable=true", f"checkpoint.interval={steps // 2}"]
+    whole = run(folder / "whole", *options)
+    first = run(folder / "parts", *saved, f"training.steps={steps // 2}")
+    second = run(folder / "parts", *saved)
+    assert len(first["records"]) == steps // 2
+    for key in ("loss", *keys):
+        assert [r[key] for r in first["records"] + second["records"]] == [r[key] for r in whole["records"]], key
+    return whole, second
 
 
 def torchrun(job: Path, *overrides: str, processes: int = 2) -> dict:

@@ -142,13 +142,24 @@ def scaled_dot_product_attention(
     return _call(q, k, v, scale, keep_prob=1.0 - dropout_p, **options)
 
 
-@torch.inference_mode(False)
+def _traced(mask: BlockMask) -> Tensor:
+    batch, heads = mask.kv_num_blocks.shape[:2]
+    device = str(mask.kv_num_blocks.device)
+    return create_mask(mask.mask_mod, batch, heads, *mask.seq_lengths, device=device).logical_not()
+
+
 def plan_of(mask: BlockMask, batch: int) -> attend.Plan | Tensor:
-    """A plan for a BlockMask, or the operator's matrix where it has none; made once a mask and kept on it."""
+    """A plan for a BlockMask, or the operator's matrix where it has none; made once a mask and kept on it.
+
+    Compiled code makes the matrix, anew each time.
+    """
+    if torch.compiler.is_compiling():
+        return _traced(mask)
     plans = mask.__dict__.setdefault(_PLANS, {})
     if batch not in plans:
-        found = blocks.ranges_of(mask, batch)
-        plans[batch] = blocks.hidden(mask) if found is None else attend.Plan(found)
+        with torch.inference_mode(False):
+            found = blocks.ranges_of(mask, batch)
+            plans[batch] = blocks.hidden(mask) if found is None else attend.Plan(found)
     return plans[batch]
 
 
@@ -159,12 +170,6 @@ def _fits(mask: BlockMask | None, query: Tensor, key: Tensor) -> bool:
     lengths = (query.shape[2], key.shape[2])
     sizes = batch in (1, query.shape[0]) and heads in (1, query.shape[1])
     return sizes and tuple(mask.seq_lengths) == lengths
-
-
-def _traced(mask: BlockMask) -> Tensor:
-    batch, heads = mask.kv_num_blocks.shape[:2]
-    device = str(mask.kv_num_blocks.device)
-    return create_mask(mask.mask_mod, batch, heads, *mask.seq_lengths, device=device).logical_not()
 
 
 def flex_attention_by(original: Callable) -> Callable:
@@ -201,10 +206,7 @@ def flex_attention_by(original: Callable) -> Callable:
             )
         if block_mask is None:
             return _call(q, k, v, scale)
-        if torch.compiler.is_compiling():
-            plan = _traced(block_mask)
-        else:
-            plan = plan_of(block_mask, q.shape[0])
+        plan = plan_of(block_mask, q.shape[0])
         if isinstance(plan, Tensor):
             return _call(q, k, v, scale, atten_mask=plan, sparse_mode=1)
         scale = q.shape[-1] ** -0.5 if scale is None else scale

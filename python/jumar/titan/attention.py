@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
@@ -87,12 +86,7 @@ class FusedFlexAttention(FlexAttention):
         if not isinstance(attention_masks, BlockMask):
             raise TypeError(f"{_OP}: attention_masks must be a BlockMask, got {type(attention_masks).__name__}")
         options = {"scale": _scale(q_BLNH, scale), "sink": sink}
-        if torch.compiler.is_compiling():
-            from jumar.compat.attention import dense_mask
-
-            hidden = dense_mask(attention_masks).logical_not()
-        else:
-            hidden = functions.plan_of(attention_masks, q_BLNH.shape[0])
+        hidden = functions.plan_of(attention_masks, q_BLNH.shape[0])
         if isinstance(hidden, attend.Plan):
             return attend.attend(q_BLNH, k_BLNH, v_BLNH, hidden, **options)
         return ops.npu_fusion_attention(

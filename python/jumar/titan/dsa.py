@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torchtitan.models.common.attention import VarlenMetadata
 
@@ -41,10 +40,7 @@ class FusedSparseAttention(SparseAttention):
             weight = dsa.weight_of(wkv_b, latent.shape[-1], latent)
             result = dsa.sparse_attention(query, latent, k_pe, weight, index, self.topk, scale, rows)
         else:
-            heads, nope = query[0].shape[-2:]
-            k_nope, value = self.expand(latent, wkv_b, heads, nope)
-            key = torch.cat([k_nope, k_pe.expand(-1, -1, heads, -1)], dim=-1)
-            result = dsa.dense_attention(torch.cat(query, dim=-1), key, value, scale, rows)
+            result = dsa.dense_attention(*self.expand(query, latent, k_pe, wkv_b), scale, rows)
         return self.learn(*result, index, latent[..., 0].numel())
 
 

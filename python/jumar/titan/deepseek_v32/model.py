@@ -103,10 +103,8 @@ class SparseAttention(Module):
             documents: where packed documents begin; None: every row is one.
             scale: of the scores before the softmax.
         """
-        q = torch.cat(query, dim=-1)
-        batch, length, heads, _ = q.shape
-        k_nope, value = self.expand(latent, wkv_b, heads, query[0].shape[-1])
-        key = torch.cat([k_nope, k_pe.expand(-1, -1, heads, -1)], dim=-1)
+        q, key, value = self.expand(query, latent, k_pe, wkv_b)
+        batch, length = q.shape[:2]
         ends = None if documents is None else documents.cu_seq_k[1:]
         seen = eager.visible(batch, length, ends, q.device)
         chosen = seen
@@ -118,10 +116,15 @@ class SparseAttention(Module):
         return self.learn(out, (q, key, chosen), kl, index, batch * length)
 
     @staticmethod
-    def expand(latent: Tensor, wkv_b: nn.Module, heads: int, nope: int) -> tuple[Tensor, Tensor]:
-        """Every head's keys without positions and its values, of the latent."""
+    def expand(
+        query: tuple[Tensor, Tensor], latent: Tensor, k_pe: Tensor, wkv_b: nn.Module
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Every head's queries, keys and values, [B, S, N, Dn + Dr] twice and [B, S, N, Dv]."""
+        heads, nope = query[0].shape[-2:]
         kv = wkv_b(latent).unflatten(-1, (heads, -1))
-        return kv.split([nope, kv.shape[-1] - nope], dim=-1)
+        k_nope, value = kv.split([nope, kv.shape[-1] - nope], dim=-1)
+        key = torch.cat([k_nope, k_pe.expand(-1, -1, heads, -1)], dim=-1)
+        return torch.cat(query, dim=-1), key, value
 
     def learn(self, out: Tensor, constants: tuple, kl: Any, index: dsa.Index, queries: int) -> Tensor:
         """``out``, which carries the indexer's loss over so many queries; see :func:`jumar.dsa.learn`."""
