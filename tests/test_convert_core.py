@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import subprocess
 import sys
 import types
 
@@ -308,3 +309,8 @@ def test_a_converter_with_actions_of_its_own(scratch_registry):
     assert m.config.implementation == "jumar"
     report.undo()
     assert m.config.implementation == "sdpa" and revert(m) == 0
+
+
+def test_convert_is_package_and_function_from_its_first_use():
+    script = "import jumar; jumar.convert.plan; assert callable(jumar.convert); jumar.kernelize"
+    subprocess.run([sys.executable, "-c", script], check=True)

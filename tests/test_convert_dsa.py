@@ -196,8 +196,12 @@ def test_look_alikes_are_reported():
     assert not jumar.convert(models.build("deepseek_v3"), "npu_dsa").sites
     model = _model()
     model.model.layers[1].self_attn.attention_dropout = 0.1
+    del model.model.layers[2].self_attn.indexer.softmax_scale
+    model.model.layers[2].self_attn.config = copy.copy(model.config)
     report = jumar.convert(model, "npu_dsa")
-    assert [site.reason for site in report.skipped] == ["it has dropout"] and len(report.replaced) == 2
+    reasons = [site.reason for site in report.skipped]
+    assert len(report.replaced) == 1 and reasons[0] == "it has dropout"
+    assert reasons[1].startswith("its forward raised AttributeError") and "softmax_scale" in reasons[1]
 
 
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])

@@ -26,17 +26,15 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+
 # Converters import transformers when they meet one of its models; `import jumar` alone stays light.
-_LAZY = {"convert": "jumar.convert", "kernelize": "jumar.convert"}
-
-
 def __getattr__(name: str) -> Any:
     import importlib
 
-    if name == "optim":
-        return importlib.import_module("jumar.optim")
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in ("convert", "optim"):
+        return importlib.import_module(f"jumar.{name}")
+    if name == "kernelize":
+        return importlib.import_module("jumar.convert").kernelize
     raise AttributeError(f"module 'jumar' has no attribute {name!r}")
 
 

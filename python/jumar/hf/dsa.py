@@ -71,7 +71,7 @@ def recognise(module: nn.Module) -> Verdict:
         return Miss("it has dropout")
     if module.config._attn_implementation not in ("eager", "sdpa"):
         return Miss(f"its attention is {module.config._attn_implementation!r}")
-    return Match(_OPERATOR, ("attention",)) if _agrees(module, forward) else Miss("its forward computes something else")
+    return _compared(module, forward)
 
 
 _TINY = {"hidden_size": 10, "num_heads": 2, "q_lora_rank": 6, "kv_lora_rank": 5, "qk_nope_head_dim": 4}
@@ -131,15 +131,17 @@ def trial_inputs(module: nn.Module) -> tuple[Tensor, tuple[Tensor, Tensor], Tens
     return probe.randn(2, length, 10, seed=100), tables, mask
 
 
-def _agrees(module: nn.Module, forward: Any) -> bool:
-    copy = tiny(module)
+def _compared(module: nn.Module, forward: Any) -> Verdict:
+    """The verdict on a module that looks right: its own forward on a few small heads, beside the operators."""
     with probe.quiet():
         try:
-            expected = forward(copy, *trial_inputs(module))[0]
+            copy, inputs = tiny(module), trial_inputs(module)
+            expected = forward(copy, *inputs)[0]
             copy.__class__ = type("Tiny", (type(module),), {PLAIN: forward})
-            return probe.same(attention_forward(copy, *trial_inputs(module))[0], expected, 1e-5)
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
-            return False
+            same = probe.same(attention_forward(copy, *inputs)[0], expected, 1e-5)
+        except Exception as error:  # whatever a look-alike makes of it
+            return Miss(probe.describe(error))
+    return Match(_OPERATOR, ("attention",)) if same else Miss("its forward computes something else")
 
 
 @torch.compiler.disable
@@ -151,7 +153,8 @@ def _global(method: Any, name: str) -> Any:
 def rows_of(mask: Tensor) -> dsa.Layout | None:
     """How rows lie whose visible keys a mask [B, 1, S, T] says; None where they are no causal sequences.
 
-    Tokens whose key nobody sees are padding: they see nothing. A mask is looked at once and says so to all layers, until it is written to.
+    Tokens whose key nobody sees are padding: they see nothing. A mask is looked at once for all layers, and again when it
+    was written to.
     """
     if mask.is_inference():  # counts no writes
         return _rows_of(mask[:, 0])
