@@ -167,7 +167,7 @@ def test_errors():
         (
             {},
             {"actual_seq_qlen": torch.tensor([3], dtype=torch.int32)},
-            "actual_seq_qlen must be int64",
+            "actual_seq_qlen must be int64, got Int",
         ),
         ({}, {"input_softmax_layout": "TND"}, "input_softmax_layout must be"),
         ({3: out.bfloat16()}, {}, "cur_attn_out must be"),

@@ -103,13 +103,26 @@ def test_behaves_as_an_operator():
     )
 
 
+def test_nan_is_seen_unless_it_is_hidden():
+    x, mask = signed(3, 40), torch.zeros(3, 40, dtype=torch.bool)
+    mask[:, 7] = True
+    clean = ops.npu_scaled_masked_softmax(x, mask)
+    x[:, 7], x[1, 9] = torch.nan, torch.nan
+    y = ops.npu_scaled_masked_softmax(x, mask)
+    assert torch.equal(y[::2], clean[::2]) and y[1].isnan().all()
+
+
 def test_errors():
     x, mask = torch.zeros(2, 3), torch.zeros(2, 3, dtype=torch.bool)
     op = torch.ops.jumar.npu_scaled_masked_softmax
+    backward = ops.npu_scaled_masked_softmax_backward
+    for y, hidden, text in ((x.long(), mask, "y must be floating point"), (x, mask[:, :2], "not broadcast to y")):
+        with pytest.raises(RuntimeError, match=f"npu_scaled_masked_softmax_backward: .*{text}"):
+            backward(y, y, hidden, 1.0, False)
     for args, text in (
         ((x, mask, 1, True), "fixed_triu_mask must be False"),
         ((x, mask, True), "scale must be an integer or a float, got True"),
-        ((x, mask.byte()), "mask must be bool"),
+        ((x, mask.int()), "mask must be bool, got Int"),
         ((x, mask[:, :2]), "does not broadcast"),
         ((x.long(), mask), "x must be floating point"),
     ):

@@ -24,8 +24,8 @@ DType FromScalarType(const char* op, ScalarType type) {
     case ScalarType::Bool:
       return DType::kBool;
     default:
-      Fail(op, "unsupported dtype (torch ScalarType ", static_cast<int>(type),
-           "); float32, bfloat16, float16, float64, int32, int64 and bool are known");
+      Fail(op, "unsupported dtype ", toString(type),
+           "; float32, bfloat16, float16, float64, int32, int64 and bool are known");
   }
 }
 

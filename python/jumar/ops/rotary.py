@@ -54,7 +54,9 @@ def npu_interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
 
 
-def _check(op: str, input: Tensor, r1: Tensor, r2: Tensor, mode: str) -> None:
+def _check(
+    op: str, input: Tensor, r1: Tensor, r2: Tensor, mode: str, names: tuple[str, str, str] = ("input", "r1", "r2")
+) -> None:  # fmt: skip
     if mode not in ("half", "interleave"):
         raise RuntimeError(
             f"{op}: The rotary_mode of npu_rotary_mul should be half or interleave, but got {mode}"
@@ -62,9 +64,8 @@ def _check(op: str, input: Tensor, r1: Tensor, r2: Tensor, mode: str) -> None:
     fits = r1.shape == r2.shape and r1.dim() == input.dim() and input.dim() >= 2
     fits = fits and all(r in (1, x) for r, x in zip(r1.shape[:-1], input.shape[:-1], strict=True))
     if not fits or r1.shape[-1] > input.shape[-1]:
-        raise RuntimeError(
-            f"{op}: r1 {list(r1.shape)} and r2 {list(r2.shape)} do not go with input {list(input.shape)}"
-        )
+        x, cos, sin = (f"{n} {list(t.shape)}" for n, t in zip(names, (input, r1, r2), strict=True))
+        raise RuntimeError(f"{op}: {cos} and {sin} do not go with {x}")
     for width in (input.shape[-1], r1.shape[-1]):
         if width % 2 != 0:
             raise RuntimeError(f"{op}: the last dimension must be even, got {width}")
@@ -124,7 +125,7 @@ def _interleave_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         raise RuntimeError(
             f"npu_interleave_rope: cos {list(cos.shape)} does not go with x {list(x.shape)}"
         )
-    _check("npu_interleave_rope", x, cos, sin, "half")
+    _check("npu_interleave_rope", x, cos, sin, "half", ("x", "cos", "sin"))
     halves = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return torch.ops.jumar.npu_rotary_mul(halves, cos, sin, "half")
 

@@ -16,17 +16,20 @@ constexpr int64_t kGrain = 8192;  // elements
 // Rows of a mask that repeats along some dimensions of x.
 class MaskRows {
  public:
-  MaskRows(const char* op, const TensorView& mask, const TensorView& x)
+  // `name`: what x is called.
+  MaskRows(const char* op, const TensorView& mask, const char* name, const TensorView& x)
       : data_(static_cast<const uint8_t*>(mask.data)) {
-    JUMAR_CHECK(op, mask.rank <= x.rank, "mask has shape ", ShapeString(mask), ", which does not broadcast to x ",
-                ShapeString(x));
+    const auto check = [&](bool fits) {
+      JUMAR_CHECK(op, fits, "mask has shape ", ShapeString(mask), ", which does not broadcast to ", name, " ",
+                  ShapeString(x));
+    };
+    check(mask.rank <= x.rank);
     TensorView rows = x;
     rows.rank = x.rank - 1;
     for (int i = 0; i < x.rank; ++i) {
       const int at = i - (x.rank - mask.rank);
       const bool repeats = at < 0 || mask.size[at] == 1;
-      JUMAR_CHECK(op, repeats || mask.size[at] == x.size[i], "mask has shape ", ShapeString(mask),
-                  ", which does not broadcast to x ", ShapeString(x));
+      check(repeats || mask.size[at] == x.size[i]);
       rows.stride[i] = repeats ? 0 : mask.stride[at];
     }
     step_ = rows.stride[x.rank - 1];
@@ -50,9 +53,12 @@ class MaskRows {
   RowMap rows_;
 };
 
+void CheckRows(const char* op, const char* name, const TensorView& x) {
+  JUMAR_CHECK(op, IsFloating(x.dtype) && x.rank >= 1, name, " must be floating point with at least one dimension, got ",
+              Describe(x));
+}
+
 void CheckLike(const char* op, const char* name, const TensorView& x, const TensorView& model) {
-  JUMAR_CHECK(op, IsFloating(model.dtype) && model.rank >= 1,
-              "x must be floating point with at least one dimension, got ", Describe(model));
   JUMAR_CHECK(op, SameShape(x, model) && x.dtype == model.dtype, name, " must be ", Describe(model), ", got ",
               Describe(x));
 }
@@ -85,8 +91,9 @@ void ForEachRow(const TensorView& x, const MaskRows& mask, const F& body) {
 
 void ScaledMaskedSoftmax(const char* op, const TensorView& x, const TensorView& mask, double scale,
                          const TensorView& y) {
+  CheckRows(op, "x", x);
   CheckLike(op, "y", y, x);
-  const MaskRows masks(op, mask, x);
+  const MaskRows masks(op, mask, "x", x);
   ScratchFrame frame;
   const RowMap from = InputRows(x, 1, frame);
   const OutputRows to(y, 1, frame);
@@ -98,9 +105,10 @@ void ScaledMaskedSoftmax(const char* op, const TensorView& x, const TensorView& 
 
 void ScaledMaskedSoftmaxBackward(const char* op, const TensorView& dy, const TensorView& y, const TensorView& mask,
                                  double scale, const TensorView& dx) {
+  CheckRows(op, "y", y);
   CheckLike(op, "y_grad", dy, y);
   CheckLike(op, "the gradient of x", dx, y);
-  const MaskRows masks(op, mask, y);
+  const MaskRows masks(op, mask, "y", y);
   ScratchFrame frame;
   const RowMap grads = InputRows(dy, 1, frame);
   const RowMap values = InputRows(y, 1, frame);
