@@ -117,7 +117,7 @@ class LazyLogits(Lazy):
         return repr(self._value)
 
 
-def head_dtype(head: nn.Module, hidden: Tensor) -> torch.dtype:
+def head_dtype(hidden: Tensor) -> torch.dtype:
     """The dtype of the head's output, under autocast as without."""
     if torch.is_autocast_enabled("cpu") and hidden.dtype != torch.float64:
         return torch.get_autocast_dtype("cpu")
@@ -132,7 +132,7 @@ def lazy_head(head: nn.Module) -> Iterator[None]:
     def forward(hidden: Tensor) -> Tensor:
         if hidden.device.type != "cpu" or type(hidden) is not Tensor:
             return type(head).forward(head, hidden)
-        return LazyLogits(head, hidden, head_dtype(head, hidden))
+        return LazyLogits(head, hidden, head_dtype(hidden))
 
     head.__dict__["forward"] = forward
     try:

@@ -139,7 +139,7 @@ def _rules(module: nn.Module, logits_first: bool) -> Iterator[Rule]:
         yield Rule(scoring, renorm, group, bias, scale, fill, False, False, logits_first)
 
 
-def _obeys(module: nn.Module, rule: Rule, runs: list) -> bool:
+def _obeys(rule: Rule, runs: list) -> bool:
     for copy, out in runs:
         logits, weights, indices = out
         if not probe.same(experts.densely(indices, weights, EXPERTS), _reference(rule, copy)):
@@ -170,7 +170,7 @@ def recognise(module: nn.Module) -> Verdict:
                 return Miss("returns neither (logits, weights, indices) nor (indices, weights)")
             runs.append((copy, out))
         rule = next(
-            (r for r in _rules(module, out[0] is not None) if _obeys(module, r, runs)), None
+            (r for r in _rules(module, out[0] is not None) if _obeys(r, runs)), None
         )
         if rule is None:
             return Miss("chooses experts by another rule")

@@ -11,14 +11,11 @@ from torch import Tensor
 from jumar.opinfo.cases import Source, layouts
 from jumar.opinfo.cost_types import Arg, Cost, Formula
 from jumar.opinfo.spec import STREAMS, Bound, Case, OpInfo, Shape, compute_epsilon
+from jumar.ops._wiring import compute_dtype
 
 _PARTS = ("attn_out", "softmax_max", "softmax_sum")
 _NAMES = tuple(f"{when}_{name}" for when in ("prev", "cur") for name in _PARTS)
 _NUMBER = Bound(half=6.0, single=6.0, double=6.0)  # of fp32 statistics
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _weights(m1: Tensor, l1: Tensor, m2: Tensor, l2: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -44,7 +41,7 @@ def _ring_terms(t: dict[str, Tensor], grads: list[Tensor], **_: Any) -> dict[str
 
 
 def _ring_part(source: Source, batch: int, heads: int, rows: int, cols: int) -> list[Tensor]:
-    wide = _wide(source.dtype)
+    wide = compute_dtype(source.dtype)
     numbers = [source.normal(batch, heads, rows, 1, dtype=wide, scale=s) for s in (4.0, 1.0)]
     m, total = (x.expand(-1, -1, -1, 8).contiguous() for x in numbers)
     return [source.rows(rows, batch, heads * cols), m, total.abs() + 1]
@@ -78,7 +75,7 @@ def _lse_terms(t: dict[str, Any], grads: list[Tensor], **_: Any) -> dict[str, An
 
 
 def _lse_inputs(source: Source, parts: int, rows: int, cols: int) -> dict[str, Any]:
-    wide = _wide(source.dtype)
+    wide = compute_dtype(source.dtype)
     return {
         "lse": [source.normal(rows, dtype=wide, scale=4.0) for _ in range(parts)],
         "local_out": [source.rows(rows, cols) for _ in range(parts)],
@@ -94,7 +91,7 @@ def _lse_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
 
 
 def _softmax_plain(x: Tensor, mask: Tensor, scale: float = 1.0) -> tuple[Tensor]:
-    t = (x.to(_wide(x.dtype)) * scale).masked_fill(mask, -10000.0)
+    t = (x.to(compute_dtype(x.dtype)) * scale).masked_fill(mask, -10000.0)
     return (t.softmax(-1).to(x.dtype),)
 
 

@@ -145,29 +145,9 @@ def _scale(grads: list[Arg], *_: Any) -> Cost:
     return Cost(sum(2 * t.dense for t in grads))
 
 
-#: Operators in Python that call others of jumar: those have the cost.
-COMPOSITES = (
-    "npu_moe_token_permute_with_routing_map",
-    "npu_moe_token_unpermute_with_routing_map",
-    "_npu_moe_token_unpermute_with_routing_map",
-    "npu_moe_init_routing_v2",
-    "npu_moe_re_routing",
-    "npu_apply_adam_w",
-    "npu_grouped_matmul",
-    "npu_grouped_matmul_add",
-    "npu_grouped_matmul_add_",
-    "npu_moe_gating_top_k",
-    "npu_moe_gating_top_k_softmax_v2",
-    "npu_fusion_attention_v2",
-    "npu_lightning_indexer",
-    "npu_sparse_flash_attention",
-    "npu_interleave_rope",
-    "npu_scaled_masked_softmax",
-    "npu_scaled_masked_softmax_backward",
-)
-
 #: Operator of ``torch.ops.jumar`` -> formula over its arguments in the order of the schema. Tensors are :class:`Arg`,
-#: lists of tensors lists of them; what a trace does not record (strings, floats that were left out) is None.
+#: lists of tensors lists of them; what a trace does not record (strings, floats that were left out) is None. Composites in
+#: Python have none: the operators that they call do.
 FUSED_COSTS: dict[str, Formula] = {
     **ATTENTION_COSTS,
     **PART_COSTS,

@@ -100,9 +100,8 @@ def _choice_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
 
 def _choice_bench(shape: Shape, dtype: torch.dtype) -> dict[str, Any]:
     """In fp64, where finite differences are taken, no two scores are alike and no product is at relu's kink."""
-    data = _indexer if dtype == torch.float64 else _choice_data
-    values = data(Source(dtype, 1), 1, shape["s"], shape["s"], shape["heads"], shape["d"]).values()
-    return dict(zip(("query", "key", "weights"), values, strict=True))
+    data = _lse_data if dtype == torch.float64 else _choice_data
+    return data(Source(dtype, 1), 1, shape["s"], shape["s"], shape["heads"], shape["d"])
 
 
 def _lse_plain(query: Tensor, key: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,10 +129,14 @@ def _indexer(source: Source, batch: int, rows: int, keys: int, heads: int, size:
     }
 
 
+def _lse_data(source: Source, *sizes: int) -> dict[str, Tensor]:
+    """:func:`_indexer` under the names that an operator without an attention has."""
+    return dict(zip(("query", "key", "weights"), _indexer(source, *sizes).values(), strict=True))
+
+
 def _lse_cases(dtype: torch.dtype, seed: int) -> Iterator[Case]:
     for sizes in _SIZES:
-        data = _indexer(Source(dtype, seed + sizes[2]), *sizes)
-        case = Case("x".join(map(str, sizes)), dict(zip(("query", "key", "weights"), data.values(), strict=True)))
+        case = Case("x".join(map(str, sizes)), _lse_data(Source(dtype, seed + sizes[2]), *sizes))
         yield case
         if sizes[1] == 33:
             yield from layouts(case)
@@ -334,10 +337,7 @@ ENTRIES = (
         plain=_lse_plain,
         terms=_lse_terms,
         cases=_lse_cases,
-        bench=lambda shape, dtype: dict(
-            zip(("query", "key", "weights"),
-                _indexer(Source(dtype, 1), 1, shape["s"], shape["s"], shape["heads"], shape["d"]).values(), strict=True)
-        ),
+        bench=lambda shape, dtype: _lse_data(Source(dtype, 1), 1, shape["s"], shape["s"], shape["heads"], shape["d"]),
         target=_TARGET,
     ),
     _loss(

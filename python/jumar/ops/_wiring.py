@@ -217,15 +217,21 @@ def register_in_place(name: str, written: tuple[int, ...]) -> None:
     register_fake(name, lambda *args: None)
 
 
+#: Names of operators in Python that call others.
+COMPOSITES: set[str] = set()
+
+
 def define_composite(signature: str, kernel: Callable[..., Any]) -> None:
     """Defines an operator in Python that calls others, in every namespace.
 
     For what the stable ABI cannot bind. ``torch.compile`` and autograd see the operators that are called.
     """
+    name = signature.split("(")[0]
+    COMPOSITES.add(name)
     for namespace in NAMESPACES:
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(signature)
-        library.impl(signature.split("(")[0], kernel, "CompositeImplicitAutograd")
+        library.impl(name, kernel, "CompositeImplicitAutograd")
         _libraries.append(library)
 
 

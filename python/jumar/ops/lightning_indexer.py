@@ -68,7 +68,8 @@ def npu_sparse_lightning_indexer_grad_kl_loss(
         options: also ``actual_seq_qlen``, ``actual_seq_klen`` (lists of ends, TND), ``layout``.
 
     Returns:
-        (d_query_index, d_key_index, d_weights, loss): gradients, and the loss [1] in fp32, **summed** over all rows.
+        (d_query_index, d_key_index, d_weights, loss): gradients, and the loss [1] in fp32 (fp64 for fp64), **summed** over all
+        rows.
         Slots of -1 and keys that a row does not see are skipped wherever they stand; duplicates count separately.
     """
 

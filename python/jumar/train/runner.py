@@ -153,7 +153,7 @@ def talk() -> None:
 
 
 @contextlib.contextmanager
-def _process(world: int) -> Iterator[None]:
+def _process() -> Iterator[None]:
     """What torchrun would set for a single process; leaves torch's and Python's global state as it was."""
     added = {}
     if "RANK" not in os.environ:
@@ -268,7 +268,7 @@ def _run(prepared: Prepared, label: str = "") -> dict[str, Any]:
         stamp=mapping.stamp(job, prepared.texts),
     )
     config.metrics.label = label
-    with _process(world), stop_on_signals() as stop:
+    with _process(), stop_on_signals() as stop:
         try:
             trainer = config.build()
         except (ValueError, AssertionError, NotImplementedError) as error:
