@@ -192,7 +192,9 @@ def test_activation_checkpointing_does_not_compute_the_loss_again(tmp_path, mode
         assert [r[key] for r in plain["records"]] == [r[key] for r in again["records"]]
     for run in (plain, again):
         assert run["calls"]["npu_sparse_lightning_indexer_grad_kl_loss"] == 9
-    assert again["calls"]["npu_lightning_indexer"] == 18
+    # Selective checkpointing keeps what the attention gave.
+    once = 9 if mode == "selective" else 18
+    assert again["calls"]["npu_lightning_indexer"] == again["calls"]["npu_sparse_flash_attention"] == once
 
 
 def test_resumed_run_gives_the_same_bits(tmp_path):

@@ -71,7 +71,8 @@ class SdpaFlexAttention(FlexAttention):
             if given is not None:
                 shown = getattr(given, "__qualname__", given)
                 raise NotImplementedError(
-                    f"SdpaFlexAttention: {name} must be None on a CPU, got {shown}; train this model on a device that has FlexAttention"
+                    f"SdpaFlexAttention: {name} must be None on a CPU, got {shown}; npu_sdpa among the converters has gpt_oss's "
+                    "sinks, else train this model on a device that has FlexAttention"
                 )
         if not isinstance(attention_masks, BlockMask):
             raise TypeError(f"attention_masks must be a BlockMask, got {type(attention_masks).__name__}")
