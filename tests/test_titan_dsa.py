@@ -166,6 +166,17 @@ def _job(folder, *overrides, converters=NAMES):
     return train_job(job, *options, *overrides)
 
 
+def test_a_meter_that_nobody_reads_does_not_grow():
+    meter = dsa.Meter()
+    for i in range(5000):
+        meter.add(torch.tensor([float(i % 2)]))
+    assert len(meter.losses) <= 2 * meter.KEPT + 1
+    assert meter.take() == 2500 and meter.take() == 0
+    for i in range(5000):
+        meter.add(torch.tensor([float(i)]))
+    assert meter.take(3) == 4997 + 4998 + 4999
+
+
 @pytest.mark.parametrize("stage", ["sparse", "warmup"])
 def test_ten_steps_beside_eager(tmp_path, stage):
     """fp32; torchtitan's own experts round to bf16, so those are fused in both."""

@@ -30,12 +30,17 @@ Kl = Callable[..., tuple[Tensor, ...]]
 class Meter:
     """The indexer's loss of one layer, summed over the queries of a backward pass, for each one since :meth:`take`."""
 
+    #: So many passes are kept one by one, more than a step has; what is older is kept as its sum, for nobody may ever ask.
+    KEPT = 1024
+
     def __init__(self) -> None:
         self.losses: list[Tensor] = []
 
     def add(self, loss: Tensor) -> None:
         """Adds a loss of one element."""
         self.losses.append(loss.detach().reshape(()))
+        if len(self.losses) > 2 * self.KEPT:
+            self.losses = [sum(self.losses[: -self.KEPT]), *self.losses[-self.KEPT :]]
 
     def take(self, passes: int | None = None) -> Tensor:
         """The sum over all backward passes, or the last ``passes`` of them; the list begins again at none."""
