@@ -136,17 +136,48 @@ def _load_model(model: str, **options: Any) -> Any:
         raise UserError(f"models need more packages (the extra jumar[hf]): {error}") from error
 
 
-@app.command()
+def _job(model: str, overrides: list[str]) -> Any:
+    """The job that a MODEL stands for; None for a folder or a name."""
+    if model.startswith("-"):
+        raise UserError(f"{model} goes with a job file (*.toml), which is missing")
+    if not model.endswith(".toml"):
+        if overrides:
+            raise UserError(f"--{overrides[0]} goes with a job file (*.toml), and {model!r} is none")
+        return None
+    from jumar.train.errors import JobError
+    from jumar.train.job import load
+
+    with user_errors(JobError):
+        return load(model, overrides)
+
+
+def _of_job(function: str, *arguments: Any, **options: Any) -> Any:
+    """What a function of :mod:`jumar.train.verification` returns."""
+    from jumar.convert import ConverterError
+    from jumar.train.errors import JobError
+
+    try:
+        from jumar.train import verification
+
+        with user_errors(JobError, ConverterError):
+            return getattr(verification, function)(*arguments, **options)
+    except ModuleNotFoundError as error:
+        raise UserError(f"jobs need more packages (the extra jumar[train]): {error}") from error
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def inspect(
+    context: typer.Context,
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A folder with a config.json, or the name of a built-in model."
+            metavar="MODEL",
+            help="A folder with a config.json, the name of a built-in model, or a job file (*.toml); its keys as [bold]--section.key=value[/bold].",
         ),
     ],
     converters: Annotated[
         str | None,
-        typer.Option("--converters", help="Comma-separated names; all that apply when left out."),
+        typer.Option("--converters", help="Comma-separated names. Default: the job's, or all that apply."),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Fail when a converter matches nothing.")
@@ -158,24 +189,30 @@ def inspect(
     import jumar
     from jumar.convert import ConverterError
 
-    loaded = _load_model(model)
-    with user_errors(ConverterError):
-        names = split(converters)
-        if names is None:
-            report = jumar.kernelize(loaded, strict=strict)
-        else:
-            report = jumar.convert(loaded, names, strict=strict)
+    names = split(converters)
+    job = _job(model, _overrides(context.args))
+    if job is not None:
+        report = _of_job("inspect", job, names, strict=strict)
+    else:
+        loaded = _load_model(model)
+        with user_errors(ConverterError):
+            if names is None:
+                report = jumar.kernelize(loaded, strict=strict)
+            else:
+                report = jumar.convert(loaded, names, strict=strict)
     if json:
         return print_json({"model": model, **report.to_dict()})
     console().print(report.table(full=full))
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def verify(
+    context: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(
-            metavar="MODEL", help="A model to verify whole: a folder or a built-in name."
+            metavar="MODEL",
+            help="A model to verify whole: a folder, a built-in name, or a job file (*.toml); its keys as [bold]--section.key=value[/bold].",
         ),
     ] = None,
     op: Annotated[
@@ -185,7 +222,7 @@ def verify(
         str | None, typer.Option("--dtype", help="fp32, bf16, fp16, fp64, comma-separated.")
     ] = None,
     converters: Annotated[
-        str | None, typer.Option("--converters", help="For a model; default all that apply.")
+        str | None, typer.Option("--converters", help="For a model. Default: the job's, or all that apply.")
     ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the random data.")] = 0,
     json: Json = False,
@@ -199,7 +236,7 @@ def verify(
         raise UserError("--converters goes with a model")
     dtypes = _dtypes(dtype)
     if model is not None:
-        result = _verify_model(model, dtypes, converters, seed)
+        result = _verify_model(model, dtypes, converters, seed, _job(model, _overrides(context.args)))
     else:
         from jumar.verify import verify_operators
 
@@ -223,12 +260,14 @@ def _op_names(op: str | None) -> list[str] | None:
     return [find(name).name for name in names]
 
 
-def _verify_model(model: str, dtypes: Any, converters: str | None, seed: int) -> Any:
+def _verify_model(model: str, dtypes: Any, converters: str | None, seed: int, job: Any) -> Any:
     import torch
 
     from jumar.convert import ConverterError
     from jumar.verify import verify_model
 
+    if job is not None:
+        return [row for d in dtypes or [None] for row in _of_job("verify", job, split(converters), d, seed=seed)]
     rows = []
     for dtype in dtypes or [torch.float32, torch.bfloat16]:
         loaded = _load_model(model, seed=seed, dtype=dtype)

@@ -211,19 +211,23 @@ def _separate_experts(model: nn.Module) -> None:
 
     Where two experts are nearly tied the last bit of the hidden state decides, and no two dtypes can be compared.
     """
-    blocks = [m for m in model.modules() if {"gate", "experts"} <= m._modules.keys()]
-    if not blocks:
-        return
+    routers = [m.gate for m in model.modules() if {"gate", "experts"} <= m._modules.keys()]
+    if routers:
+        biases = [getattr(router, "e_score_correction_bias", None) for router in routers]
+        weights = [(router.weight, bias) for router, bias in zip(routers, biases, strict=True)]
+        separate_experts(model.get_input_embeddings().weight, weights)
+
+
+def separate_experts(embedding: torch.Tensor, routers: list[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    """Changes the embedding, and the weight [experts, hidden] and bias of every router, as :func:`_separate_experts` says."""
     with torch.no_grad():
-        embedding = model.get_input_embeddings().weight
         kinds = torch.randn(_KINDS, embedding.shape[1]).sign()
         embedding += kinds[torch.arange(len(embedding)) % _KINDS]
-        for router in (block.gate for block in blocks):
-            experts = len(router.weight)
+        for weight, bias in routers:
+            experts = len(weight)
             order = torch.stack([torch.randperm(experts) for _ in range(_KINDS)])
             preference = (order.float() - experts / 2).T @ kinds
-            router.weight.mul_(0.05).add_(preference, alpha=1.0 / kinds.shape[1])
-            bias = getattr(router, "e_score_correction_bias", None)
+            weight.mul_(0.05).add_(preference, alpha=1.0 / kinds.shape[1])
             if bias is not None:
                 bias.add_(torch.randn_like(bias), alpha=0.02)
 

@@ -1,4 +1,4 @@
-"""Memory of this process."""
+"""Memory of this process and its machine."""
 
 from __future__ import annotations
 
@@ -20,3 +20,11 @@ def peak() -> int:
     """The most bytes in physical memory since the process began."""
     value = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return value if sys.platform == "darwin" else value * 1024
+
+
+def total() -> int | None:
+    """Bytes of physical memory that the machine has; None where the system does not say."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return None
