@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jumar import ops
 from jumar.convert.swap import original_class
 from jumar.convert.verdict import Match, Miss, Verdict
-from jumar.hf import forwards
+from jumar.hf import forwards, traced_masks
 from jumar.hf.masks import LazyMask, attention_mask
+from jumar.hf.traced_masks import TracedMask
 from jumar.masks import attend, functions
 
 #: Names of the fused attention, by the implementation that a model had before.
@@ -68,25 +68,6 @@ def _lengths(rest: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | 
     return tuple(tuple(t[1:].tolist()) for t in given)
 
 
-def _packed(
-    query: Tensor, key: Tensor, value: Tensor, ends: tuple, causal: bool, options: dict[str, Any]
-) -> Tensor:
-    """[B, S, N, D] tensors whose tokens, one after the other, are sequences; ``ends``: two lists or two tensors."""
-    band = attend.packed_band(query.device, None) if causal else {}
-    in_tensors = isinstance(ends[0], Tensor)
-    operator = ops.npu_fusion_attention_v3 if in_tensors else ops.npu_fusion_attention
-    out = operator(
-        *(t.flatten(0, 1) for t in (query, key, value)),
-        query.shape[2],
-        "TND",
-        actual_seq_qlen=ends[0],
-        actual_seq_kvlen=ends[1],
-        **options,
-        **band,
-    )[0]
-    return out.unflatten(0, query.shape[:2])
-
-
 def attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -113,7 +94,7 @@ def attention_forward(
     sink = rest.get("s_aux")
     if isinstance(attention_mask, LazyMask) and attention_mask.changed:
         attention_mask = attention_mask.value()
-    lazy = isinstance(attention_mask, LazyMask)
+    lazy = isinstance(attention_mask, LazyMask | TracedMask)
     options: dict[str, Any] = {}
     query, key, value = functions.autocast(query, key, value)
     reason = functions.unsupported(query, key, value)
@@ -135,6 +116,7 @@ def attention_forward(
             raise NotImplementedError(
                 f"npu_sdpa: {type(module).__name__} has sinks, and {reason}; set attn_implementation to 'eager'"
             )
+        attention_mask = attention_mask.value() if lazy else attention_mask
         rest = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **rest}
         return _fall_back(module, reason, query, key, value, attention_mask, **rest)
     options |= {"scale": scale, "keep_prob": 1.0 - dropout}
@@ -142,6 +124,10 @@ def attention_forward(
         options["sink"] = functions.sinks_for(query, sink)
     tensors = [t.transpose(1, 2) for t in (query, key, value)]
     ends = _lengths(rest)
+    if isinstance(attention_mask, TracedMask):
+        lengths = rest.get("cu_seq_lens_q") if rest.get("cu_seq_lens_k") is not None else None
+        lengths = None if lengths is None else lengths[1:].to(torch.int64)
+        return attention_mask.attend(*tensors, lengths, options), None
     if lazy:
         plan = attention_mask.plan if ends is None else attention_mask.within(ends[0])
         return attend.attend(*tensors, plan, **options), None
@@ -152,12 +138,14 @@ def attention_forward(
         if ends is None and rest.get("cu_seq_lens_q") is not None and rest.get("cu_seq_lens_k") is not None:
             # Compiled code has no numbers to look at.
             starts = rest["cu_seq_lens_q"], rest["cu_seq_lens_k"]
-            return _packed(*tensors, tuple(t[1:].cpu() for t in starts), causal, options), None
+            band = attend.packed_band(query.device, None, starts[0] is starts[1]) if causal else {}
+            return attend.packed(*tensors, tuple(t[1:].cpu() for t in starts), options | band), None
         if ends is not None and ends[0][-1] == query.shape[0] * rows:
-            return _packed(*tensors, ends, causal, options), None
+            band = attend.packed_band(query.device, None, ends[0] == ends[1]) if causal else {}
+            return attend.packed(*tensors, ends, options | band), None
         if causal:
             options |= attend.upper_left(query.device)
-    return ops.npu_fusion_attention(*tensors, query.shape[1], "BSND", **options)[0], None
+    return attend.whole(*tensors, options), None
 
 
 def register() -> None:
@@ -167,6 +155,7 @@ def register() -> None:
     for name in (*FUSED.values(), PUBLIC):
         AttentionInterface.register(name, attention_forward)
         AttentionMaskInterface.register(name, attention_mask)
+    traced_masks.register()
 
 
 def config_of(module: nn.Module) -> Any:

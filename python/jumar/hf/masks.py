@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jumar.hf import traced_masks
 from jumar.hf.lazy import Lazy
 from jumar.masks.attend import Plan
 from jumar.masks.ranges import Ranges, from_visible
@@ -189,8 +190,10 @@ def attention_mask(
     q_offset: Any = 0,
     cache_position: Tensor | None = None,
     **rest: Any,
-) -> Tensor | None:
+) -> Tensor | traced_masks.TracedMask | None:
     """The function of ``AttentionMaskInterface``: a :class:`LazyMask`; None and matrices where ``sdpa`` has them.
+
+    In a compiled graph a :class:`jumar.hf.traced_masks.TracedMask`.
 
     ``cache_position`` is transformers 4.57's form of ``q_length`` and ``q_offset``.
     """
@@ -200,6 +203,8 @@ def attention_mask(
     if q_length is not None:
         given = {"q_length": q_length, "q_offset": q_offset}
     known = not args and given and {"batch_size", "kv_length"} <= rest.keys()
+    if known and torch.compiler.is_compiling() and cache_position is None:
+        return traced_masks.attention_mask({**given, **rest})
     if not known or torch.compiler.is_compiling() or rest.get("use_vmap"):
         return sdpa_mask(*args, **given, **rest)
     if cache_position is None:

@@ -49,16 +49,29 @@ def upper_left(device: torch.device) -> dict[str, Any]:
     return {"atten_mask": _nothing(device), "sparse_mode": 0, "next_tockens": 0}
 
 
+def limits(device: torch.device, before: int | None, after: int | None) -> dict[str, Any]:
+    """Arguments for so many keys before and behind a query, None: all, where every sequence has as many of both."""
+    if before is None and after is None:
+        return {}
+    if before is None and after == 0 and device.type == "npu":
+        return packed_band(device, None)
+    bounds = {"pre_tockens": before, "next_tockens": after}
+    form = (compressed(device), 4) if device.type == "npu" else (_nothing(device), 0)
+    return {"atten_mask": form[0], "sparse_mode": form[1], **{k: v for k, v in bounds.items() if v is not None}}
+
+
 def band(device: torch.device, queries: int, keys: int, window: int | None) -> dict[str, Any]:
     """Arguments for causal attention from the lower right, in a window or not, in one layout with a batch."""
-    if device.type != "npu" and queries == keys:
-        pre = {} if window is None else {"pre_tockens": window - 1}
-        return {"atten_mask": _nothing(device), "sparse_mode": 0, "next_tockens": 0, **pre}
-    return packed_band(device, window)
+    return packed_band(device, window, alike=queries == keys)
 
 
-def packed_band(device: torch.device, window: int | None) -> dict[str, Any]:
-    """Arguments for causal attention from the lower right of each sequence, in a window or not."""
+def packed_band(device: torch.device, window: int | None, alike: bool = False) -> dict[str, Any]:
+    """Arguments for causal attention from the lower right of each sequence, in a window or not.
+
+    ``alike``: every sequence has as many keys as queries, which needs no large mask.
+    """
+    if alike and device.type != "npu":
+        return limits(device, None if window is None else window - 1, 0)
     arguments: dict[str, Any] = {"atten_mask": compressed(device), "sparse_mode": 3}
     if window is not None:
         arguments |= {"sparse_mode": 4, "pre_tockens": window - 1, "next_tockens": 0}
@@ -69,25 +82,38 @@ def packed_band(device: torch.device, window: int | None) -> dict[str, Any]:
 class Plan:
     """How an attention with one range of keys a query is computed; good for every layer that has the same mask.
 
-    ``calls``: None where there would be too many; then ``hidden`` is the operator's matrix.
+    Attributes:
+        calls: None where there would be too many; then ``hidden`` is the operator's matrix.
+        ends: of each call, whether its sequences have as many keys as queries, and its lengths in tensors, for compiled
+            graphs, to which numbers are constants.
+        alike: (first key, last key, causal, window) where all of the batch is one sequence each and the same; else None.
     """
 
     ranges: Ranges
     calls: list[Call] | None = field(init=False)
+    ends: list[tuple[bool, Tensor, Tensor]] = field(init=False)
+    alike: tuple[int, int, bool, int | None] | None = field(init=False)
 
+    @torch.inference_mode(False)  # what is kept may be used in training as well
     def __post_init__(self) -> None:
         self.calls = calls(self.ranges)
+        self.ends = [
+            (c.query_ends == c.key_ends, torch.tensor(c.query_ends), torch.tensor(c.key_ends)) for c in self.calls or ()
+        ]
+        self.alike = self._alike()
 
     @functools.cached_property
-    @torch.inference_mode(False)  # kept, and used in training as well
+    @torch.inference_mode(False)
     def hidden(self) -> Tensor:
         """[B, 1, Q, K], True = hidden."""
+        return self.matrix()
+
+    def matrix(self) -> Tensor:
+        """``hidden``, made anew."""
         at = torch.arange(self.ranges.keys)
         return ~((at >= self.ranges.first[..., None]) & (at < self.ranges.last[..., None]))[:, None]
 
-    @functools.cached_property
-    def alike(self) -> tuple[int, int, bool, int | None] | None:
-        """(first key, last key, causal, window) where all of the batch is one sequence each and the same; else None."""
+    def _alike(self) -> tuple[int, int, bool, int | None] | None:
         first, last = self.ranges.first, self.ranges.last
         batch, rows = first.shape
         if not self.calls or len(self.calls) != 1 or rows == 0:
@@ -104,34 +130,42 @@ class Plan:
         return (before, before + size, call.causal, call.window) if size and keys else None
 
 
+def whole(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """The operator on [B, S, N, D] tensors, each row of the batch a sequence."""
+    # In a graph it is the form with numbers in tensors that can draw the seed of a dropout pattern.
+    draws = options.get("keep_prob", 1.0) < 1 and torch.compiler.is_compiling()
+    operator = ops.npu_fusion_attention_v3 if draws else ops.npu_fusion_attention
+    return operator(query, key, value, query.shape[2], "BSND", **options)[0]
+
+
+def packed(query: Tensor, key: Tensor, value: Tensor, ends: tuple[Any, Any], options: dict[str, Any]) -> Tensor:
+    """The operator on [B, S, N, D] tensors whose tokens, one after another, are sequences; ``ends``: lists or tensors."""
+    operator = ops.npu_fusion_attention_v3 if isinstance(ends[0], Tensor) else ops.npu_fusion_attention
+    tokens = (t.flatten(0, 1) for t in (query, key, value))
+    lengths = {"actual_seq_qlen": ends[0], "actual_seq_kvlen": ends[1]}
+    return operator(*tokens, query.shape[2], "TND", **lengths, **options)[0].unflatten(0, query.shape[:2])
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, plan: Plan, **options: Any) -> Tensor:
     """Attention of [B, S, N, D] tensors, of any strides, under a plan; ``options`` of the operator."""
-    device, heads = query.device, query.shape[2]
+    device = query.device
     if plan.ranges.order is not None:
         order = plan.ranges.order.to(device)
         key, value = key.index_select(1, order), value.index_select(1, order)
-    if plan.alike is not None:
+    compiling = torch.compiler.is_compiling()
+    if plan.alike is not None and not (compiling and plan.alike[:2] != (0, plan.ranges.keys)):
         first, last, causal, window = plan.alike
         key, value = key[:, first:last], value[:, first:last]
         if causal:
             options |= band(device, query.shape[1], last - first, window)
-        return ops.npu_fusion_attention(query, key, value, heads, "BSND", **options)[0]
+        return whole(query, key, value, options)
     if plan.calls is None:
-        options |= {"atten_mask": plan.hidden.to(device), "sparse_mode": 1}
-        return ops.npu_fusion_attention(query, key, value, heads, "BSND", **options)[0]
+        hidden = plan.matrix() if compiling else plan.hidden
+        return whole(query, key, value, options | {"atten_mask": hidden.to(device), "sparse_mode": 1})
     total = None
-    packed = [t.flatten(0, 1) for t in (query, key, value)]
-    for call in plan.calls:
-        out = ops.npu_fusion_attention(
-            *packed,
-            heads,
-            "TND",
-            actual_seq_qlen=call.query_ends,
-            actual_seq_kvlen=call.key_ends,
-            **options,
-            **(packed_band(device, call.window) if call.causal else {}),
-        )[0]
+    for call, (even, *tensors) in zip(plan.calls, plan.ends, strict=True):
+        hides = packed_band(device, call.window, even) if call.causal else {}
+        ends = tensors if compiling else (call.query_ends, call.key_ends)
+        out = packed(query, key, value, ends, options | hides)
         total = out if total is None else total + out
-    if total is None:
-        return query.new_zeros(*query.shape[:3], value.shape[3])
-    return total.unflatten(0, query.shape[:2])
+    return query.new_zeros(*query.shape[:3], value.shape[3]) if total is None else total
