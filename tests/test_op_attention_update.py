@@ -53,6 +53,11 @@ def in_parts(dtype, parts, packed, order, rows=45, keys=130):
     )
 
 
+def test_empty_lists_raise_by_name():
+    with pytest.raises(RuntimeError, match=r"npu_attention_update: .* lse=\[\], local_out=\[\], update_type=0"):
+        ops.npu_attention_update([], [], 0)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["SBH", "TND"])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 def test_parts_make_the_whole(dtype, packed):
@@ -167,7 +172,7 @@ def test_errors():
         (
             {},
             {"actual_seq_qlen": torch.tensor([3], dtype=torch.int32)},
-            "actual_seq_qlen must be int64, got Int",
+            "actual_seq_qlen must be int64, got int32",
         ),
         ({}, {"input_softmax_layout": "TND"}, "input_softmax_layout must be"),
         ({3: out.bfloat16()}, {}, "cur_attn_out must be"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map
 
 from jumar.bench import Job, read_shapes
 from jumar.opinfo import OPERATORS, dtype_name, flat
@@ -12,6 +13,8 @@ from op_util import check_threads
 REGISTERED = [info for info in OPERATORS.values() if info.registered]
 #: Whose gradients have gradients.
 TWICE = ("npu_grouped_matmul",)
+#: What runs under the name of a public operator of its own.
+RUNS_AS = {"npu_grouped_matmul": "grouped_matmul"}
 
 
 def _job(info, dtype, shape):
@@ -38,6 +41,17 @@ def test_same_bits_for_every_thread_count(info, dtype):
         return [*every, *(torch.autograd.grad(roots, wanted, grads) if wanted else ())]
 
     check_threads(results)
+
+
+@pytest.mark.parametrize("info", REGISTERED, ids=lambda info: info.name)
+def test_mixed_devices_are_refused_by_name(info):
+    arguments = info.arguments(_job(info, torch.float32, "small")[0])
+    names = [n for n, value in arguments.items() if list(flat(value))]
+    if len(names) < 2:
+        pytest.skip("takes one tensor")
+    arguments[names[0]] = tree_map(lambda t: t.to("meta"), arguments[names[0]])
+    with pytest.raises(RuntimeError, match=f"^{RUNS_AS.get(info.name, info.name)}: all tensors must be on one device, got cpu and meta"):
+        info.fused(*arguments.values())
 
 
 @pytest.mark.parametrize("info", [i for i in REGISTERED if i.differentiable], ids=lambda info: info.name)

@@ -122,7 +122,7 @@ def test_errors():
     for args, text in (
         ((x, mask, 1, True), "fixed_triu_mask must be False"),
         ((x, mask, True), "scale must be an integer or a float, got True"),
-        ((x, mask.int()), "mask must be bool, got Int"),
+        ((x, mask.int()), "mask must be bool, got int32"),
         ((x, mask[:, :2]), "does not broadcast"),
         ((x.long(), mask), "x must be floating point"),
     ):

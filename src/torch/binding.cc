@@ -7,6 +7,38 @@
 
 namespace jumar::binding {
 
+const char* NameOf(ScalarType type) {
+  switch (type) {
+#define JUMAR_NAME(scalar, name) \
+  case ScalarType::scalar:       \
+    return name;
+    JUMAR_NAME(Byte, "uint8")
+    JUMAR_NAME(Char, "int8")
+    JUMAR_NAME(Short, "int16")
+    JUMAR_NAME(Int, "int32")
+    JUMAR_NAME(Long, "int64")
+    JUMAR_NAME(UInt16, "uint16")
+    JUMAR_NAME(UInt32, "uint32")
+    JUMAR_NAME(UInt64, "uint64")
+    JUMAR_NAME(Bool, "bool")
+    JUMAR_NAME(Half, "float16")
+    JUMAR_NAME(BFloat16, "bfloat16")
+    JUMAR_NAME(Float, "float32")
+    JUMAR_NAME(Double, "float64")
+    JUMAR_NAME(ComplexHalf, "complex32")
+    JUMAR_NAME(ComplexFloat, "complex64")
+    JUMAR_NAME(ComplexDouble, "complex128")
+    JUMAR_NAME(Float8_e5m2, "float8_e5m2")
+    JUMAR_NAME(Float8_e4m3fn, "float8_e4m3fn")
+    JUMAR_NAME(Float8_e5m2fnuz, "float8_e5m2fnuz")
+    JUMAR_NAME(Float8_e4m3fnuz, "float8_e4m3fnuz")
+    JUMAR_NAME(Float8_e8m0fnu, "float8_e8m0fnu")
+#undef JUMAR_NAME
+    default:
+      return torch::headeronly::toString(type);
+  }
+}
+
 DType FromScalarType(const char* op, ScalarType type) {
   switch (type) {
     case ScalarType::Float:
@@ -24,7 +56,7 @@ DType FromScalarType(const char* op, ScalarType type) {
     case ScalarType::Bool:
       return DType::kBool;
     default:
-      Fail(op, "unsupported dtype ", toString(type),
+      Fail(op, "unsupported dtype ", NameOf(type),
            "; float32, bfloat16, float16, float64, int32, int64 and bool are known");
   }
 }

@@ -48,6 +48,8 @@ class OptionalView {
 };
 
 ScalarType ToScalarType(DType dtype);
+// As torch.dtype has it: "int16".
+const char* NameOf(ScalarType type);
 // Throws Error "op: ..." for a dtype that no kernel takes.
 DType FromScalarType(const char* op, ScalarType type);
 

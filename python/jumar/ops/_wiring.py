@@ -28,13 +28,14 @@ def _overloads(name: str) -> list[tuple[str, Any]]:
     return [(ns, getattr(space, name).default) for ns, space in spaces if hasattr(space, name)]
 
 
-def register_fake(name: str, fake: Callable[..., Any]) -> None:
+def register_fake(name: str, fake: Callable[..., Any], shown: str | None = None) -> None:
     """Registers `fake`, which gives the results' shapes, dtypes and strides, in every namespace.
 
-    It is called with every positional argument of the schema.
+    It is called with every positional argument of the schema.  ``shown``: what errors call the operator, where another
+    one runs it.
     """
     for namespace, op in _overloads(name):
-        torch.library.register_fake(f"{namespace}::{name}", _checked(name, op, fake))
+        torch.library.register_fake(f"{namespace}::{name}", _checked(shown or name, op, fake))
 
 
 def _checked(name: str, op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,21 +193,22 @@ def register_autocast(name: str, keep: Container[int] = ()) -> None:
         register(namespace, op)
 
 
-def register_in_place(name: str, written: tuple[int, ...]) -> None:
+def register_in_place(name: str, written: tuple[int, ...], shown: str | None = None) -> None:
     """The autograd and the fake kernel of an operator that writes the arguments at these places, and returns nothing.
 
-    Each is a tensor or a list. Their version counters go up, and they may not require a gradient.
+    Each is a tensor or a list. Their version counters go up, and they may not require a gradient.  ``shown``: see
+    :func:`register_fake`.
     """
     op = getattr(torch.ops.jumar, name).default
 
     def kernel(keyset: Any, *args: Any) -> None:
-        _refuse_tangents(name, args)
+        _refuse_tangents(shown or name, args)
         tensors = [
             t for at in written for t in (args[at] if isinstance(args[at], list) else [args[at]])
         ]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(
-                f"{name}: writes a tensor that requires grad, and is not differentiable; call it under torch.no_grad()"
+                f"{shown or name}: writes a tensor that requires grad, and is not differentiable; call it under torch.no_grad()"
             )
         torch.autograd.graph.increment_version(tensors)
         with torch._C._AutoDispatchBelowAutograd():
@@ -214,7 +216,7 @@ def register_in_place(name: str, written: tuple[int, ...]) -> None:
 
     _libraries.append(torch.library.Library("jumar", "IMPL"))
     _libraries[-1].impl(name, kernel, "Autograd", with_keyset=True)
-    register_fake(name, lambda *args: None)
+    register_fake(name, lambda *args: None, shown)
 
 
 #: Names of operators in Python that call others.
@@ -253,7 +255,8 @@ def on_card(first: torch.Tensor | Sequence[torch.Tensor]) -> bool:
     """Whether a tensor, or a list of them, lies on a real ``npu``."""
     if "npu" in NAMESPACES:
         return False
-    return (first if isinstance(first, torch.Tensor) else first[0]).device.type == "npu"
+    tensors = [first] if isinstance(first, torch.Tensor) else first
+    return any(t.device.type == "npu" for t in tensors[:1])
 
 
 def resolve(name: str, first: torch.Tensor | Sequence[torch.Tensor]) -> Any:
@@ -275,23 +278,30 @@ def calls_operator(declared: Callable[_P, _R]) -> Callable[_P, _R]:
         declared(*args, **kwargs)  # a TypeError where the arguments do not fit the signature
         # By position, since the card has other names for some.
         args = (*args, *(kwargs.pop(key, default) for key, default in order[len(args) :]))
+        lists = [a for a in args if isinstance(a, list | tuple)]
+        if isinstance(args[0], list | tuple) and not any(lists):
+            # Without a tensor torch finds no kernel, and says only that.
+            given = ", ".join(f"{key}={a}" for (key, _), a in zip(order, args, strict=True))
+            raise RuntimeError(f"{name}: needs at least one tensor, got {given}")
         return resolve(name, args[0])(*args, **kwargs)
 
     return call
 
 
-def gradient(name: str, fake: Callable[..., Any], doc: str = "") -> Callable[..., Any]:
+def gradient(
+    name: str, fake: Callable[..., Any], doc: str = "", shown: str | None = None
+) -> Callable[..., Any]:
     """Wires an operator that is the gradient of another, and is not differentiable itself.
 
     Args:
         name: of the operator.
-        fake: see :func:`register_fake`.
+        fake, shown: see :func:`register_fake`.
         doc: docstring of the result.
 
     Returns:
         A function that calls the operator (:func:`resolve`); its signature is the schema's.
     """
-    register_fake(name, fake)
+    register_fake(name, fake, shown)
     forbid_autograd(name)
     schema = getattr(torch.ops.jumar, name).default._schema
     parameters = [

@@ -298,7 +298,7 @@ for _name, _backward_name in (
     ("fusion_attention_v2", "fusion_attention_backward"),
     ("npu_fusion_attention_v3", "fusion_attention_backward_v3"),
 ):
-    register_fake(_name, partial(_fake, _name))
+    register_fake(_name, partial(_fake, _name), shown=f"npu_{_name.removeprefix('npu_')}")
     _wire(_name, _backward_name)
 for _name in ("fusion_attention_backward", "fusion_attention_backward_v3"):
     gradient(_name, partial(_backward_fake, _name))

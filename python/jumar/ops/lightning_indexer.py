@@ -138,7 +138,7 @@ def _backward(ctx: Any, _: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad, strict=False))
 
 
-register_fake("lightning_indexer", _fake)
+register_fake("lightning_indexer", _fake, shown="npu_lightning_indexer")
 register_autograd("lightning_indexer", _backward, _setup)
 # weights stay as they are: fp32 beside 16-bit queries and keys.
 register_autocast("lightning_indexer", keep=range(2, 13))

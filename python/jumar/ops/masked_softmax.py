@@ -68,8 +68,16 @@ def _backward(ctx: Any, grad: Tensor) -> Tensor:
     return torch.ops.jumar.scaled_masked_softmax_backward(grad, y, mask, ctx.scale)
 
 
-register_fake("scaled_masked_softmax", lambda x, mask, scale: x.new_empty(x.shape))
-gradient("scaled_masked_softmax_backward", lambda grad, y, mask, scale: y.new_empty(y.shape))
+register_fake(
+    "scaled_masked_softmax",
+    lambda x, mask, scale: x.new_empty(x.shape),
+    shown="npu_scaled_masked_softmax",
+)
+gradient(
+    "scaled_masked_softmax_backward",
+    lambda grad, y, mask, scale: y.new_empty(y.shape),
+    shown="npu_scaled_masked_softmax_backward",
+)
 register_autograd("scaled_masked_softmax", _backward, _setup)
 register_autocast("scaled_masked_softmax")
 define_by_position(

@@ -235,7 +235,7 @@ for _name, _fake in {
     "npu_moe_finalize_routing": _finalize_fake,
     "moe_re_routing": _re_fake,
 }.items():
-    register_fake(_name, _fake)
+    register_fake(_name, _fake, shown=f"npu_{_name.removeprefix('npu_')}")
 register_autograd("npu_moe_init_routing", _init_backward, _init_setup)
 register_autograd("moe_init_routing_v2", _init_v2_backward, _init_v2_setup)
 register_autograd("npu_moe_finalize_routing", _finalize_backward, _finalize_setup)

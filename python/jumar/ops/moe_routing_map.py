@@ -151,11 +151,12 @@ def _unpermute_backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
     return dpermuted, None, None, dprobs
 
 
-for _name, _fake in {
-    "moe_permute_map": _permute_fake,
-    "moe_unpermute_map": _unpermute_fake,
-}.items():
-    register_fake(_name, _fake)
+register_fake(
+    "moe_permute_map", _permute_fake, shown="npu_moe_token_permute_with_routing_map"
+)
+register_fake(
+    "moe_unpermute_map", _unpermute_fake, shown="npu_moe_token_unpermute_with_routing_map"
+)
 register_autograd("moe_permute_map", _permute_backward, _permute_setup)
 register_autograd("moe_unpermute_map", _unpermute_backward, _unpermute_setup)
 npu_moe_token_permute_with_routing_map_grad = gradient(

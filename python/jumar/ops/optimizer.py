@@ -90,7 +90,7 @@ grad_power_sums = torch.ops.jumar.grad_power_sums
 scale_grads_ = torch.ops.jumar.scale_grads_
 
 register_in_place("adamw_", (0, 2, 3, 4, 6))
-register_in_place("apply_adam_w_", (0, 1, 2))
+register_in_place("apply_adam_w_", (0, 1, 2), shown=_NAME)
 register_in_place("scale_grads_", (0,))
 
 

@@ -279,10 +279,12 @@ gradient(
     "npu_moe_gating_top_k_softmax_backward", lambda grad_y, x, expert_idx: x.new_empty(x.shape)
 )
 register_autograd("npu_moe_gating_top_k_softmax", _softmax_backward, _softmax_setup)
-register_fake("moe_gating_top_k_softmax_v2", _v2_fake)
+register_fake(
+    "moe_gating_top_k_softmax_v2", _v2_fake, shown="npu_moe_gating_top_k_softmax_v2"
+)
 gradient("npu_moe_gating_top_k_softmax_v2_backward", _like_logits)
 register_autograd("moe_gating_top_k_softmax_v2", _v2_backward, _v2_setup)
-register_fake("moe_gating_top_k", _gating_fake)
+register_fake("moe_gating_top_k", _gating_fake, shown="npu_moe_gating_top_k")
 npu_moe_gating_top_k_backward = gradient(
     "npu_moe_gating_top_k_backward",
     lambda x_norm, grad_y, expertIdx, **_: grad_y.new_empty(x_norm.shape),

@@ -89,7 +89,9 @@ npu_sparse_flash_attention_grad = gradient(
     """,
 )
 _sparse_attention_backward = gradient(
-    "sparse_attention_backward", lambda *args: _gradients(*args[:3], *args[11:14])
+    "sparse_attention_backward",
+    lambda *args: _gradients(*args[:3], *args[11:14]),
+    shown=f"{_NAME}_grad",
 )
 
 
@@ -144,7 +146,7 @@ def _composite(
     return out, most, total
 
 
-register_fake("sparse_attention", _fake)
+register_fake("sparse_attention", _fake, shown=_NAME)
 register_autograd("sparse_attention", _backward, _setup)
 # sinks stay in fp32.
 register_autocast("sparse_attention", keep=(9,))

@@ -17,7 +17,7 @@ TensorView ByteView(const char* op, const char* name, const OptionalTensor& x) {
   if (!x.has_value()) return {};
   const ScalarType type = x->scalar_type();
   JUMAR_CHECK(op, type == ScalarType::Bool || type == ScalarType::Byte, name, " must be bool or uint8, got ",
-              toString(type));
+              NameOf(type));
   JUMAR_CHECK(op, x->dim() <= 4, name, " must have at most 4 dimensions, got ", x->dim());
   return ViewAs(op, *x, DType::kBool);
 }
@@ -27,7 +27,7 @@ std::vector<int64_t> Ints(const char* op, const char* name, const OptionalTensor
   if (!x.has_value()) return {};
   const ScalarType type = x->scalar_type();
   JUMAR_CHECK(op, x->dim() == 1 && (type == ScalarType::Long || type == ScalarType::Int), name,
-              " must be int64 or int32 with one dimension, got ", toString(type), " with ", x->dim(), " dimensions");
+              " must be int64 or int32 with one dimension, got ", NameOf(type), " with ", x->dim(), " dimensions");
   std::vector<int64_t> values;
   for (int64_t i = 0; i < x->numel(); ++i) {
     const int64_t at = i * x->strides()[0];

@@ -17,7 +17,7 @@ std::tuple<Tensor, Tensor, Tensor> npu_ring_attention_update(
   JUMAR_COUNT_CALL("npu_ring_attention_update");
   JUMAR_CHECK(kOp, input_layout != "TND" || actual_seq_qlen.has_value(), "input_layout TND needs actual_seq_qlen");
   JUMAR_CHECK(kOp, !actual_seq_qlen.has_value() || actual_seq_qlen->scalar_type() == ScalarType::Long,
-              "actual_seq_qlen must be int64, got ", toString(actual_seq_qlen->scalar_type()));
+              "actual_seq_qlen must be int64, got ", NameOf(actual_seq_qlen->scalar_type()));
   const AttentionPart previous{View(kOp, prev_attn_out), View(kOp, prev_softmax_max), View(kOp, prev_softmax_sum)};
   const AttentionPart current{View(kOp, cur_attn_out), View(kOp, cur_softmax_max), View(kOp, cur_softmax_sum)};
   Tensor out = Empty(prev_attn_out, previous.out, previous.out.dtype);

@@ -7,7 +7,7 @@ namespace jumar::binding {
 namespace {
 
 TensorView BoolView(const char* op, const Tensor& mask) {
-  JUMAR_CHECK(op, mask.scalar_type() == ScalarType::Bool, "mask must be bool, got ", toString(mask.scalar_type()));
+  JUMAR_CHECK(op, mask.scalar_type() == ScalarType::Bool, "mask must be bool, got ", NameOf(mask.scalar_type()));
   return View(op, mask);
 }
 
