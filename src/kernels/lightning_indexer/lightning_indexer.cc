@@ -13,7 +13,8 @@ namespace jumar {
 namespace {
 
 constexpr int64_t kWaveBytes = 32 << 20;
-constexpr int64_t kTaskHeads = 256;  // rows of queries and heads that pass one block of keys
+constexpr int64_t kPieceKeys = 1024;  // of a task, where rows are few
+constexpr int64_t kTaskHeads = 256;   // rows of queries and heads that pass one block of keys
 
 // Keys are packed once, for a few sequences at a time, and serve all queries. A task is a block of queries of one
 // sequence. For each, make(sequence, row, rows, frame) gives what takes its scores: take(row, scores, n, key), in
@@ -74,14 +75,60 @@ class ScoreStream {
       const GemmOperand keys = plan_.Keys(*item->s, 0, item->s->k_len);
       plan_.gemm.pack_b({&keys, key, n, 0, plan_.d, plan_.key_panel, item->packed + b * plan_.key_size});
     });
+    if (all <= 2 * NumThreads()) {
+      FewRows(tasks);
+      return;
+    }
     ParallelChunks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
       const auto& [item, begin] = tasks[static_cast<size_t>(i)];
-      Rows(*item, begin, std::min(rows, item->s->q_len - begin));
+      const SequencePair& s = *item->s;
+      const int64_t count = std::min(rows, s.q_len - begin);
+      ScratchFrame memory;
+      auto sink = make_(s, begin, count, memory);
+      Scores(*item, begin, count, 0, plan_.Limit(s, begin + count - 1),
+             [&](int64_t r, C* scores, int64_t n, int64_t key) { sink.Take(r, scores, n, key); });
+      for (int64_t r = 0; r < count; ++r) sink.Finish(r);
     });
   }
 
-  // Queries and heads are one list of rows for the product with a block of keys.
-  void Rows(const Item& item, int64_t row, int64_t rows) {
+  // Tasks of one row, fewer than threads can share: their keys are shared out, and what takes the scores gets them as
+  // it would block by block.
+  void FewRows(const std::vector<Task>& tasks) {
+    ScratchFrame frame;
+    struct Piece {
+      size_t task;
+      int64_t begin, end;
+    };
+    std::vector<Piece> pieces;
+    std::vector<C*> scores;
+    for (size_t t = 0; t < tasks.size(); ++t) {
+      const int64_t end = plan_.Limit(*tasks[t].item->s, tasks[t].begin);
+      scores.push_back(frame.Alloc<C>(end));
+      const int64_t step = std::max<int64_t>(1, kPieceKeys / plan_.key_block) * plan_.key_block;
+      for (int64_t key = 0; key < end; key += step) pieces.push_back({t, key, std::min(end, key + step)});
+    }
+    ParallelChunks(static_cast<int64_t>(pieces.size()), [&](int64_t i) {
+      const Piece& piece = pieces[static_cast<size_t>(i)];
+      const auto& [item, row] = tasks[piece.task];
+      Scores(*item, row, 1, piece.begin, piece.end,
+             [&](int64_t, const C* x, int64_t n, int64_t key) { std::copy_n(x, n, scores[piece.task] + key); });
+    });
+    ParallelChunks(static_cast<int64_t>(tasks.size()), [&](int64_t i) {
+      const auto& [item, row] = tasks[static_cast<size_t>(i)];
+      ScratchFrame memory;
+      auto sink = make_(*item->s, row, 1, memory);
+      const int64_t end = plan_.Limit(*item->s, row);
+      for (int64_t key = 0; key < end; key += plan_.key_block) {
+        sink.Take(0, scores[static_cast<size_t>(i)] + key, std::min(plan_.key_block, end - key), key);
+      }
+      sink.Finish(0);
+    });
+  }
+
+  // Calls take(r, scores, n, key) for every row and block of keys [begin, end), which `begin` starts. Queries and heads
+  // are one list of rows for the product with a block.
+  template <typename Take>
+  void Scores(const Item& item, int64_t row, int64_t rows, int64_t begin, int64_t end, const Take& take) {
     const SequencePair& s = *item.s;
     ScratchFrame frame;
     const int64_t heads = plan_.heads;
@@ -89,11 +136,9 @@ class ScoreStream {
     C* queries = frame.Alloc<C>(CeilDiv(rows * heads, plan_.gemm.mr) * panel);
     C* tile = frame.Alloc<C>(rows * heads * plan_.key_block);
     C* scores = frame.Alloc<C>(plan_.key_block);
-    auto sink = make_(s, row, rows, frame);
     const GemmOperand q = Queries(s, row, rows, frame);
     plan_.gemm.pack_a({&q, 0, q.rows, 0, plan_.d, panel, queries});
-    const int64_t end = plan_.Limit(s, row + rows - 1);
-    for (int64_t key = 0; key < end; key += plan_.key_block) {
+    for (int64_t key = begin; key < end; key += plan_.key_block) {
       const C* keys = item.packed + key / plan_.key_block * plan_.key_size;
       int64_t first = 0;
       while (plan_.Limit(s, row + first) <= key) ++first;
@@ -105,10 +150,9 @@ class ScoreStream {
         const int64_t n = std::min(plan_.key_block, plan_.Limit(s, row + r) - key);
         plan_.kernel.tile_scores(tile + r * heads * plan_.key_block, plan_.key_block, heads, n,
                                  plan_.Weights<C>(s, row + r), scores);
-        sink.Take(r, scores, n, key);
+        take(r, scores, n, key);
       }
     }
-    for (int64_t r = 0; r < rows; ++r) sink.Finish(r);
   }
 
   // The heads of some queries as rows: of the tensor itself where they are evenly spaced, else of a copy.

@@ -153,56 +153,60 @@ class Call {
     });
   }
 
-  void CheckSparseLoss(const std::string& what) {
-    DrawSlots(4, c.keys);
-    const double loss = SparseIndexerLoss("op", in, teacher, Slots(), Gradients());
+  // Keys of a row, the attention's share of each, the indexer's.
+  struct Shares {
+    std::vector<int64_t> at;
+    std::vector<double> p, y;
+  };
+
+  // fill(row, scores, shares, add): add(id, y) adds a key.
+  template <typename F>
+  void CheckLoss(double loss, const std::string& what, const F& fill) {
     ref::IndexerGradientSums exact(in);
     double room = 0;
     ForEachRow([&](const SequencePair& s, int64_t i, int64_t row) {
       const ref::IndexerRow scores = ref::IndexerScores(in, s, i, Get);
-      std::vector<int64_t> at;
-      std::vector<double> p, y;
+      Shares shares;
+      fill(row, scores, shares, [&](int64_t id, double y) {
+        shares.at.push_back(id);
+        shares.p.push_back(ref::TeacherShare(teacher, s, i, id, Get));
+        shares.y.push_back(y);
+        room = std::max(room, scores.sizes[static_cast<size_t>(id)]);
+      });
+      if (!shares.at.empty()) ref::AddLoss(in, s, i, shares.at, shares.p, shares.y, Get, exact);
+    });
+    CompareLoss(exact, loss, room, what);
+  }
+
+  void CheckSparseLoss(const std::string& what) {
+    DrawSlots(4, c.keys);
+    const double loss = SparseIndexerLoss("op", in, teacher, Slots(), Gradients());
+    CheckLoss(loss, what + " sparse", [&](int64_t row, const ref::IndexerRow& scores, Shares& shares, const auto& add) {
       for (int64_t j = 0; j < c.count; ++j) {
         const int64_t id = ids[static_cast<size_t>(row * c.count + j)];
-        if (id < 0 || id >= scores.limit) continue;
-        at.push_back(id);
-        p.push_back(ref::TeacherShare(teacher, s, i, id, Get));
-        y.push_back(scores.scores[static_cast<size_t>(id)]);
-        room = std::max(room, scores.sizes[static_cast<size_t>(id)]);
+        if (id >= 0 && id < scores.limit) add(id, scores.scores[static_cast<size_t>(id)]);
       }
-      if (at.empty()) return;
-      const double top = *std::max_element(y.begin(), y.end());
-      for (double& x : y) x = std::exp(x - top);
+      if (shares.at.empty()) return;
+      const double top = *std::max_element(shares.y.begin(), shares.y.end());
+      for (double& x : shares.y) x = std::exp(x - top);
       const auto divide = [](std::vector<double>& x) {
         double total = 0;
         for (const double v : x) total += v;
         for (double& v : x) v = total == 0 ? v : v / total;
       };
-      divide(p);
-      divide(y);
-      ref::AddLoss(in, s, i, at, p, y, Get, exact);
+      divide(shares.p);
+      divide(shares.y);
     });
-    CompareLoss(exact, loss, room, what + " sparse");
   }
 
   void CheckDenseLoss(const std::string& what) {
     IndexerSoftmax("op", in, max.view(), sum.view());
     const double loss = DenseIndexerLoss("op", in, teacher, max.view(), sum.view(), Gradients());
-    ref::IndexerGradientSums exact(in);
-    double room = 0;
-    ForEachRow([&](const SequencePair& s, int64_t i, int64_t row) {
-      const ref::IndexerRow scores = ref::IndexerScores(in, s, i, Get);
-      std::vector<int64_t> at;
-      std::vector<double> p, y;
+    CheckLoss(loss, what + " dense", [&](int64_t row, const ref::IndexerRow& scores, Shares&, const auto& add) {
       for (int64_t t = 0; t < scores.limit; ++t) {
-        at.push_back(t);
-        p.push_back(ref::TeacherShare(teacher, s, i, t, Get));
-        y.push_back(std::exp(scores.scores[static_cast<size_t>(t)] - max.Get(row)) / sum.Get(row));
-        room = std::max(room, scores.sizes[static_cast<size_t>(t)]);
+        add(t, std::exp(scores.scores[static_cast<size_t>(t)] - max.Get(row)) / sum.Get(row));
       }
-      ref::AddLoss(in, s, i, at, p, y, Get, exact);
     });
-    CompareLoss(exact, loss, room, what + " dense");
   }
 
   void CheckZones(const std::string& what) const {
@@ -408,9 +412,62 @@ TEST(LightningIndexer, Errors) {
         },
         "op", part);
   }
+  call.DrawSlots(1, c.keys);
   call.teacher.sum.size[2] = 1;
   ExpectError([&] { SparseIndexerLoss("op", call.in, call.teacher, call.Slots(), call.Gradients()); }, "op",
               "softmax_sum");
+}
+
+// With more threads than rows, keys are shared out between them.
+TEST(LightningIndexer, FewRowsWithManyKeys) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    Config c;
+    c.dtype = dtype;
+    c.rows = 5;
+    c.keys = 2600;
+    c.count = 300;
+    std::vector<std::vector<double>> first;
+    for (const int threads : {1, 2, 7}) {
+      WithThreads(threads, [&] {
+        Call call(c, 2);
+        call.in.sequences = {{0, 0, 2, 0, 1500}, {0, 2, 1, 1500, 0}, {0, 3, 2, 1500, 1100}};
+        call.CheckChoice("few rows");
+        IndexerSoftmax("op", call.in, call.max.view(), call.sum.view());
+        const std::vector<std::vector<double>> all = {
+            {call.ids.begin(), call.ids.end()}, call.values.ToDoubles(), call.max.ToDoubles(), call.sum.ToDoubles()};
+        if (first.empty()) first = all;
+        EXPECT_EQ(all, first) << threads;
+      });
+    }
+  }
+}
+
+// Whichever thread comes first; and no result has been written. Rows of no sequence are not looked at.
+TEST(LightningIndexer, NamesTheFirstWrongSlot) {
+  Config c;
+  c.rows = c.keys = 400;
+  c.count = 50;
+  for (const int threads : {1, 2, 7}) {
+    WithThreads(threads, [&] {
+      Call call(c, 1);
+      call.in.sequences = {{0, 1, 399, 0, 390}};
+      call.DrawSlots(1, 390);
+      call.dq.Fill([](int64_t) { return 3; });
+      const std::vector<double> before = call.dq.ToDoubles();
+      for (const size_t at : {20, 390 * 50 + 7, 250 * 50 + 3, 250 * 50 + 2, 399 * 50}) call.ids[at] = -9;
+      const std::string part = "sparse_indices is -9 at position [0, 250, 2], neither -1 nor within [0, ";
+      ExpectError([&] { SparseIndexerLoss("op", call.in, call.teacher, call.Slots(), call.Gradients()); }, "op",
+                  part + "400)");
+      const auto grad = [&] {
+        LightningIndexerGrad("op", call.in, call.dy.view(), call.Slots(), call.dq.view(), call.dk.view(),
+                             call.dw.view());
+      };
+      ExpectError(grad, "op", part + "390)");
+      call.ids[3 * 50 + 4] = 390;
+      ExpectError(grad, "op", "sparse_indices is 390 at position [0, 3, 4]");
+      EXPECT_EQ(call.dq.ToDoubles(), before);
+    });
+  }
 }
 
 }  // namespace

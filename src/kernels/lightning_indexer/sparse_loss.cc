@@ -1,6 +1,9 @@
 // Gradients over chosen slots: of the chosen scores, and of the loss that compares them with attention.
 #include <cmath>
+#include <limits>
 
+#include "base/check.h"
+#include "base/indices.h"
 #include "kernels/lightning_indexer/indexer_gradient.h"
 #include "kernels/lightning_indexer/indexer_loss.h"
 #include "kernels/lightning_indexer/indexer_teacher.h"
@@ -27,13 +30,12 @@ class SparseRows {
         di_(frame.Alloc<C>(indices.size[2])) {}
 
   // fill(row, ids, slots, n, scores) makes the n scores their gradients, and returns the row's loss; ids and slots say
-  // which keys these are and where they stand. With `masked`, keys that the row does not see are skipped; else an index
-  // beyond the keys is an error.
+  // which keys these are and where they stand. With `masked`, keys that the row does not see are skipped.
   template <typename Fill>
   void Run(const RowChunk& chunk, bool masked, const Fill& fill) {
     const SequencePair& s = *chunk.sequence;
     for (int64_t i = chunk.begin; i < chunk.begin + chunk.rows; ++i) {
-      const int64_t n = Slots(s, i, masked ? plan_.Limit(s, i) : s.k_len, masked);
+      const int64_t n = Slots(s, i, masked ? plan_.Limit(s, i) : s.k_len);
       if (n == 0) continue;
       PointToKeys(keys_, s, ids_, n, rows_);
       PointToSums<C>(plan_, chunk, ids_, n, sums_);
@@ -52,17 +54,14 @@ class SparseRows {
   }
 
  private:
-  int64_t Slots(const SequencePair& s, int64_t i, int64_t limit, bool masked) {
+  int64_t Slots(const SequencePair& s, int64_t i, int64_t limit) {
     const int64_t count = indices_.size[2];
     const int64_t stride = indices_.stride[2];
     const char* from = Element(indices_, s.batch, s.q_begin + i);
-    const int64_t end = masked ? plan_.in.key.size[1] : s.k_len;
     int64_t n = 0;
     for (int64_t j = 0; j < count; ++j) {
       const int64_t id = indices_.dtype == DType::kI32 ? reinterpret_cast<const int32_t*>(from)[j * stride]
                                                        : reinterpret_cast<const int64_t*>(from)[j * stride];
-      JUMAR_CHECK(plan_.op, id >= -1 && id < end, "sparse_indices is ", id, " at position [", s.batch, ", ",
-                  s.q_begin + i, ", ", j, "], neither -1 nor within [0, ", end, ")");
       if (id < 0 || id >= limit) continue;
       ids_[n] = static_cast<int32_t>(id);
       slots_[n++] = static_cast<int32_t>(j);
@@ -148,6 +147,21 @@ void CheckIndices(const IndexerPlan& plan, const TensorView& indices) {
              indices.dtype);
 }
 
+// Of rows that belong to a sequence, before anything is written. `masked`: as SparseRows::Run has it; an index may then
+// name any key.
+void CheckSlots(const IndexerPlan& plan, const TensorView& indices, bool masked) {
+  const int64_t queries = plan.in.query.size[1];
+  std::vector<int64_t> ends(static_cast<size_t>(indices.size[0] * queries), std::numeric_limits<int64_t>::max());
+  for (const SequencePair& s : plan.in.sequences) {
+    std::fill_n(ends.begin() + s.batch * queries + s.q_begin, s.q_len, masked ? plan.in.key.size[1] : s.k_len);
+  }
+  const auto end = [&](int64_t row) { return ends[static_cast<size_t>(row)]; };
+  const int64_t bad = FirstOutside(indices, -1, end);
+  if (bad < 0) return;
+  Fail(plan.op, "sparse_indices is ", IntegerAt(indices, bad), " at position ", PositionOf(indices, bad),
+       ", neither -1 nor within [0, ", end(bad / indices.size[2]), ")");
+}
+
 template <typename C>
 void Grad(const IndexerPlan& plan, const TensorView& dy, const TensorView& indices, const IndexerGradients& out) {
   const KeyRows keys(plan.in.key, plan.compute);
@@ -214,6 +228,7 @@ void LightningIndexerGrad(const char* op, const IndexerInputs& in, const TensorV
   CheckIndices(plan, indices);
   CheckShape(op, "dy", dy, {indices.size, indices.size + 3}, in.query.dtype);
   const IndexerGradients out{dq, dk, dw};
+  CheckSlots(plan, indices, false);
   CheckGradients(plan, out);
   plan.compute == DType::kF64 ? Grad<double>(plan, dy, indices, out) : Grad<float>(plan, dy, indices, out);
 }
@@ -225,6 +240,7 @@ double SparseIndexerLoss(const char* op, const IndexerInputs& in, const IndexerT
   CheckIndices(plan, indices);
   CheckTeacher(plan, teacher);
   JUMAR_CHECK(op, teacher.key.size[2] == 1, "key must have one head, got ", ShapeString(teacher.key));
+  CheckSlots(plan, indices, true);
   CheckGradients(plan, gradients);
   return plan.compute == DType::kF64 ? Loss<double>(plan, teacher, indices, gradients)
                                      : Loss<float>(plan, teacher, indices, gradients);
