@@ -48,60 +48,55 @@ void MaskPanel(const PanelMask& a) {
   }
 }
 
+// One vector of the lanes of a panel, rows `step` elements apart. Whether its maxima stayed where they were.
+template <class D, typename T>
+HWY_INLINE bool SoftmaxVector(D d, const PanelSoftmax& a, size_t at, size_t step) {
+  T* s = static_cast<T*>(a.scores) + at;
+  T* max = static_cast<T*>(a.max) + at;
+  T* sum = static_cast<T*>(a.sum) + at;
+  const auto scale = hn::Set(d, static_cast<T>(a.scale));
+  const auto old = hn::LoadU(d, max);
+  auto m = old;
+  auto more = old;
+  const auto n = static_cast<size_t>(a.n);
+  size_t i = 0;
+  for (; i + 2 * step <= n * step; i += 2 * step) {
+    m = hn::Max(hn::Mul(hn::LoadU(d, s + i), scale), m);
+    more = hn::Max(hn::Mul(hn::LoadU(d, s + i + step), scale), more);
+  }
+  if (i < n * step) m = hn::Max(hn::Mul(hn::LoadU(d, s + i), scale), m);
+  // A NaN that the maxima passed over comes back with its exponential.
+  m = hn::Max(m, more);
+  const auto r = ScoreExp(d, hn::Sub(old, m));
+  hn::StoreU(m, d, max);
+  hn::StoreU(r, d, static_cast<T*>(a.rescale) + at);
+  auto even = hn::Zero(d), odd = hn::Zero(d);
+  size_t k = 0;
+  for (; k + 2 <= n; k += 2, s += 2 * step) {
+    const auto x = ScoreExp(d, hn::MulSub(hn::LoadU(d, s), scale, m));
+    const auto y = ScoreExp(d, hn::MulSub(hn::LoadU(d, s + step), scale, m));
+    even = hn::Add(even, x);
+    odd = hn::Add(odd, y);
+    hn::StoreU(x, d, s);
+    hn::StoreU(y, d, s + step);
+  }
+  if (k < n) {
+    const auto x = ScoreExp(d, hn::MulSub(hn::LoadU(d, s), scale, m));
+    even = hn::Add(even, x);
+    hn::StoreU(x, d, s);
+  }
+  hn::StoreU(hn::MulAdd(hn::LoadU(d, sum), r, hn::Add(even, odd)), d, sum);
+  return hn::AllTrue(d, hn::Eq(r, hn::Set(d, T(1))));
+}
+
 template <typename T>
 bool SoftmaxPanel(const PanelSoftmax& a) {
   const hn::ScalableTag<T> d;
   const size_t lanes = hn::Lanes(d);
-  const size_t step = 2 * lanes;
-  T* s = static_cast<T*>(a.scores);
-  T* max = static_cast<T*>(a.max);
-  T* sum = static_cast<T*>(a.sum);
-  T* rescale = static_cast<T*>(a.rescale);
-  const auto scale = hn::Set(d, static_cast<T>(a.scale));
-  const auto old0 = hn::LoadU(d, max);
-  const auto old1 = hn::LoadU(d, max + lanes);
-  auto m0 = old0;
-  auto m1 = old1;
-  const auto n = static_cast<size_t>(a.n);
-  for (size_t i = 0; i < n * step; i += step) {
-    m0 = hn::Max(hn::Mul(hn::LoadU(d, s + i), scale), m0);
-    m1 = hn::Max(hn::Mul(hn::LoadU(d, s + i + lanes), scale), m1);
-  }
-  // A NaN that the maxima passed over comes back with its exponential.
-  const auto one = hn::Set(d, T(1));
-  const auto r0 = ScoreExp(d, hn::Sub(old0, m0));
-  const auto r1 = ScoreExp(d, hn::Sub(old1, m1));
-  hn::StoreU(m0, d, max);
-  hn::StoreU(m1, d, max + lanes);
-  hn::StoreU(r0, d, rescale);
-  hn::StoreU(r1, d, rescale + lanes);
-  auto even0 = hn::Zero(d), even1 = hn::Zero(d), odd0 = hn::Zero(d), odd1 = hn::Zero(d);
-  size_t k = 0;
-  for (; k + 2 <= n; k += 2, s += 2 * step) {
-    const auto a0 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s), scale, m0));
-    const auto a1 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s + lanes), scale, m1));
-    const auto b0 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s + step), scale, m0));
-    const auto b1 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s + step + lanes), scale, m1));
-    even0 = hn::Add(even0, a0);
-    even1 = hn::Add(even1, a1);
-    odd0 = hn::Add(odd0, b0);
-    odd1 = hn::Add(odd1, b1);
-    hn::StoreU(a0, d, s);
-    hn::StoreU(a1, d, s + lanes);
-    hn::StoreU(b0, d, s + step);
-    hn::StoreU(b1, d, s + step + lanes);
-  }
-  if (k < n) {
-    const auto a0 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s), scale, m0));
-    const auto a1 = ScoreExp(d, hn::MulSub(hn::LoadU(d, s + lanes), scale, m1));
-    even0 = hn::Add(even0, a0);
-    even1 = hn::Add(even1, a1);
-    hn::StoreU(a0, d, s);
-    hn::StoreU(a1, d, s + lanes);
-  }
-  hn::StoreU(hn::MulAdd(hn::LoadU(d, sum), r0, hn::Add(even0, odd0)), d, sum);
-  hn::StoreU(hn::MulAdd(hn::LoadU(d, sum + lanes), r1, hn::Add(even1, odd1)), d, sum + lanes);
-  return !hn::AllTrue(d, hn::And(hn::Eq(r0, one), hn::Eq(r1, one)));
+  if (a.half) return !SoftmaxVector<decltype(d), T>(d, a, 0, lanes);
+  const bool first = SoftmaxVector<decltype(d), T>(d, a, 0, 2 * lanes);
+  const bool second = SoftmaxVector<decltype(d), T>(d, a, lanes, 2 * lanes);
+  return !(first && second);
 }
 
 template <typename T, bool kMasked, bool kKeep>
@@ -111,7 +106,8 @@ void GradientPanelAs(const PanelGradient& a) {
   const auto scale = hn::Set(d, static_cast<T>(a.scale));
   const auto hidden = hn::Set(d, -std::numeric_limits<T>::infinity());
   const auto zero = hn::Zero(d);
-  for (size_t v = 0; v < 2; ++v) {
+  const size_t step = a.half ? lanes : 2 * lanes;
+  for (size_t v = 0; v < step / lanes; ++v) {
     T* s = static_cast<T*>(a.scores) + v * lanes;
     T* dp = static_cast<T*>(a.dp) + v * lanes;
     const T* keep = static_cast<const T*>(a.keep) + (kKeep ? v * lanes : 0);
@@ -139,11 +135,11 @@ void GradientPanelAs(const PanelGradient& a) {
     };
     const auto n = static_cast<size_t>(a.n);
     size_t i = 0;
-    for (; i + 4 * lanes <= 2 * n * lanes; i += 4 * lanes) {
+    for (; i + 2 * step <= n * step; i += 2 * step) {
       row(i);
-      row(i + 2 * lanes);
+      row(i + step);
     }
-    if (i < 2 * n * lanes) row(i);
+    if (i < n * step) row(i);
   }
 }
 
@@ -226,6 +222,19 @@ void ScaleLanes(void* x, int64_t rows, const void* y) {
 }
 
 template <typename T>
+void ScaleRows(void* x, int64_t ld, int64_t rows, int64_t cols, const void* y) {
+  const hn::ScalableTag<T> d;
+  for (int64_t r = 0; r < rows; ++r) {
+    const T factor = static_cast<const T*>(y)[r];
+    if (factor == 1) continue;
+    T* p = static_cast<T*>(x) + r * ld;
+    const auto f = hn::Set(d, factor);
+    ForEachVector(d, static_cast<size_t>(cols),
+                  [&](const auto& load, const auto& store) HWY_ATTR { store(hn::Mul(load(p), f), p); });
+  }
+}
+
+template <typename T>
 void MultiplyAll(void* x, int64_t count, const void* y) {
   const hn::ScalableTag<T> d;
   T* p = static_cast<T*>(x);
@@ -293,6 +302,7 @@ PanelKernel MakeKernel() {
   kernel.gradient = &GradientPanel<T>;
   kernel.keep = &KeepPanel<T>;
   kernel.scale_lanes = &ScaleLanes<T>;
+  kernel.scale_rows = &ScaleRows<T>;
   kernel.multiply = &MultiplyAll<T>;
   kernel.finite = &Finite<T>;
   kernel.dot_lanes = &DotLanes<T>;

@@ -33,6 +33,7 @@ struct PanelSoftmax {
   void* max;
   void* sum;
   void* rescale;
+  bool half = false;  // rows of one vector, which holds all queries
 };
 
 // scores -> p, and dp -> p * (dp - delta), with p = exp(scale * s - max) * inverse_sum. With `keep`, dp is multiplied
@@ -47,6 +48,7 @@ struct PanelGradient {
   const void* delta;
   const void* keep;
   bool masked;
+  bool half = false;  // as of PanelSoftmax
 };
 
 // keep[key, query] = 1 / keep_prob or 0. Query lane r has counter words (key / 4, row + r, stream, offset).
@@ -69,6 +71,8 @@ struct PanelKernel {
   void (*keep)(const PanelKeep&);
   // x[row, query] *= y[query]
   void (*scale_lanes)(void* x, int64_t rows, const void* y);
+  // x[row * ld + column] *= y[row], for column < cols
+  void (*scale_rows)(void* x, int64_t ld, int64_t rows, int64_t cols, const void* y);
   // x[i] *= y[i]
   void (*multiply)(void* x, int64_t count, const void* y);
   bool (*finite)(const void* x, int64_t count);

@@ -9,7 +9,7 @@
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
 #include "hwy/cache_control.h"
-#include "hwy/highway.h"
+#include "simd/float_io-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace jumar {
@@ -32,11 +32,22 @@ constexpr int64_t kRun = 128;    // rows whose columns are summed: their copy st
 constexpr int64_t kAhead = 24;   // rows that are fetched ahead
 constexpr int64_t kLine = 64;
 
-// c[i][two vectors] (+)= sum over k of a[i][k] * b[k * b_step ..]. kTwo: else one vector. `next`: the rows of the call
-// that follows.
-template <int kRows, bool kTwo, typename T>
+// Asks for the lines of kRows rows at `at`. The addresses are read anew each time: there is no register to keep them
+// in.
+template <int kRows, typename T>
+HWY_INLINE void PrefetchRows(T* const* rows, int64_t at) {
+  asm volatile("" : "+r"(rows));
+  for (int i = 0; i < kRows; ++i) hwy::Prefetch(rows[i] + at);
+}
+
+// Columns of c that Dots writes: one vector, two, or one and zeros in the second.
+enum class DotLanes { kOne, kTwo, kOneOfTwo };
+
+// c[i][kLanes] (+)= sum over k of a[i][k] * b[k * b_step ..]. `next`: the rows of the call that follows.
+template <int kRows, DotLanes kLanes, typename T>
 HWY_NOINLINE void Dots(const T* const* a, const T* b, int64_t b_step, int64_t kc, T* const* c, bool accumulate,
                        const T* const* next) {
+  constexpr bool kTwo = kLanes == DotLanes::kTwo;
   const hn::ScalableTag<T> d;
   const size_t lanes = hn::Lanes(d);
 #define JUMAR_X(i)                                            \
@@ -47,7 +58,7 @@ HWY_NOINLINE void Dots(const T* const* a, const T* b, int64_t b_step, int64_t kc
 #undef JUMAR_X
   constexpr int64_t kStep = kLine / sizeof(T);
   for (int64_t k = 0; k < kc; k += kStep) {
-    for (int i = 0; i < kRows; ++i) hwy::Prefetch(next[i] + k);
+    PrefetchRows<kRows>(next, k);
     const int64_t end = std::min(k + kStep, kc);
     for (int64_t j = k; j < end; ++j, b += b_step) {
       const auto b0 = hn::LoadU(d, b);
@@ -66,8 +77,10 @@ HWY_NOINLINE void Dots(const T* const* a, const T* b, int64_t b_step, int64_t kc
 #define JUMAR_X(i)                                                                \
   if constexpr (i < kRows) {                                                      \
     hn::StoreU(accumulate ? hn::Add(hn::LoadU(d, c[i]), lo##i) : lo##i, d, c[i]); \
-    T* to = c[i] + lanes;                                                         \
-    hn::StoreU(accumulate ? hn::Add(hn::LoadU(d, to), hi##i) : hi##i, d, to);     \
+    if constexpr (kLanes != DotLanes::kOne) {                                     \
+      T* to = c[i] + lanes;                                                       \
+      hn::StoreU(accumulate ? hn::Add(hn::LoadU(d, to), hi##i) : hi##i, d, to);   \
+    }                                                                             \
   }
   JUMAR_PRODUCT_ROWS(JUMAR_X)
 #undef JUMAR_X
@@ -135,7 +148,8 @@ HWY_NOINLINE void Updates(const T* a, int64_t a_step, int64_t count, const T* b,
   JUMAR_PRODUCT_ROWS(JUMAR_X)
 #undef JUMAR_X
   for (int64_t j = 0; j < cols; j += static_cast<int64_t>(width), b += b_panel) {
-    for (int i = 0; i < kRows; ++i) hwy::Prefetch(next[i] + j);
+    PrefetchRows<kRows>(next, j);
+    if (width * sizeof(T) > kLine) PrefetchRows<kRows>(next, j + static_cast<int64_t>(lanes));
 #define JUMAR_X(i)                           \
   [[maybe_unused]] auto lo##i = hn::Zero(d); \
   [[maybe_unused]] auto hi##i = hn::Zero(d);
@@ -166,10 +180,10 @@ HWY_NOINLINE void Updates(const T* a, int64_t a_step, int64_t count, const T* b,
   }
 }
 
-template <bool kTwo, typename T>
+template <DotLanes kLanes, typename T>
 auto DotsOf(int64_t rows) {
   using Ptr = void (*)(const T* const*, const T*, int64_t, int64_t, T* const*, bool, const T* const*);
-#define JUMAR_X(i) &Dots<i + 1, kTwo, T>,
+#define JUMAR_X(i) &Dots<i + 1, kLanes, T>,
   static constexpr Ptr kTable[] = {JUMAR_PRODUCT_ROWS(JUMAR_X)};
 #undef JUMAR_X
   return kTable[rows - 1];
@@ -193,6 +207,18 @@ auto UpdatesOf(int64_t rows) {
   return kTable[rows - 1];
 }
 
+// body(first, count): n rows dealt out to calls of nearly one size. Few accumulators do not fill the pipelines.
+template <typename Body>
+HWY_INLINE void ForEachCall(int64_t n, const Body& body) {
+  const int64_t calls = (n + kRowsOfCall - 1) / kRowsOfCall;
+  int64_t first = 0;
+  for (int64_t c = calls; c > 0; --c) {
+    const int64_t count = (n - first + c - 1) / c;
+    body(first, count);
+    first += count;
+  }
+}
+
 template <typename T>
 int64_t Width() {
   return static_cast<int64_t>(2 * hn::Lanes(hn::ScalableTag<T>()));
@@ -205,21 +231,23 @@ void DotRowsWith(const RowDots& x) {
   T* panel = static_cast<T*>(x.panel);
   const int64_t ld = x.ld == 0 ? width : x.ld;
   const bool two = 2 * x.lanes > width;
+  const auto kernel_of = two          ? &DotsOf<DotLanes::kTwo, T>
+                         : ld < width ? &DotsOf<DotLanes::kOne, T>
+                                      : &DotsOf<DotLanes::kOneOfTwo, T>;
   const T* a[kRowsOfCall];
   const T* next[kRowsOfCall];
   T* c[kRowsOfCall];
   for (int64_t k = 0; k < std::max<int64_t>(x.depth, 1); k += kDepth) {
     const int64_t kc = std::min(kDepth, x.depth - k);
     const T* b = static_cast<const T*>(x.b) + k * width;
-    for (int64_t i = 0; i < x.n; i += kRowsOfCall) {
-      const int64_t count = std::min<int64_t>(kRowsOfCall, x.n - i);
+    ForEachCall(x.n, [&](int64_t i, int64_t count) HWY_ATTR {
       for (int64_t r = 0; r < count; ++r) {
         a[r] = rows[i + r] + k;
-        next[r] = rows[std::min(i + kRowsOfCall + r, x.n - 1)] + k;
+        next[r] = rows[std::min(i + count + r, x.n - 1)] + k;
         c[r] = panel + (i + r) * ld;
       }
-      (two ? DotsOf<true, T>(count) : DotsOf<false, T>(count))(a, b, width, kc, c, x.accumulate || k > 0, next);
-    }
+      kernel_of(count)(a, b, width, kc, c, x.accumulate || k > 0, next);
+    });
   }
 }
 
@@ -227,8 +255,6 @@ template <typename T>
 void SumRows(const RowSums& x) {
   const int64_t width = Width<T>();
   const auto* rows = reinterpret_cast<const T* const*>(x.rows);
-  // Lanes in groups of nearly one size: few accumulators do not fill the pipelines.
-  const int64_t groups = (x.lanes + kRowsOfCall - 1) / kRowsOfCall;
   const int64_t tail = x.cols % width;
   const int64_t ld = x.panel_ld == 0 ? width : x.panel_ld;
   HWY_ALIGN T copy[kRun * 2 * HWY_MAX_BYTES / sizeof(T)];
@@ -242,13 +268,10 @@ void SumRows(const RowSums& x) {
         std::fill(std::copy_n(rows[i + r] + j, tail, to), to + width, T(0));
       }
       T* out = static_cast<T*>(x.out) + j;
-      int64_t lane = 0;
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t count = (x.lanes - lane + groups - g - 1) / (groups - g);
-        const auto kernel = g == 0 && whole ? SumsOf<true, T>(count) : SumsOf<false, T>(count);
+      ForEachCall(x.lanes, [&](int64_t lane, int64_t count) HWY_ATTR {
+        const auto kernel = lane == 0 && whole ? SumsOf<true, T>(count) : SumsOf<false, T>(count);
         kernel(panel + lane, ld, rows + i, j, copy, run, out + lane * x.ld, x.ld, x.accumulate || i > 0);
-        lane += count;
-      }
+      });
     }
   }
 }
@@ -260,16 +283,120 @@ void UpdateRows(const RowUpdates& x) {
   const T* panel = static_cast<const T*>(x.panel);
   const int64_t ld = x.ld == 0 ? width : x.ld;
   T* next[kRowsOfCall];
-  for (int64_t i = 0; i < x.n; i += kRowsOfCall) {
-    const int64_t count = std::min<int64_t>(kRowsOfCall, x.n - i);
-    for (int64_t r = 0; r < count; ++r) next[r] = rows[std::min(i + kRowsOfCall + r, x.n - 1)];
+  ForEachCall(x.n, [&](int64_t i, int64_t count) HWY_ATTR {
+    for (int64_t r = 0; r < count; ++r) next[r] = rows[std::min(i + count + r, x.n - 1)];
     UpdatesOf<T>(count)(panel + i * ld, ld, x.lanes, static_cast<const T*>(x.b), x.b_panel, x.cols, rows + i, next);
+  });
+}
+
+#if !HWY_HAVE_SCALABLE
+// Keys of a call to Deep; four heads each.
+#if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
+constexpr int kDeepRows = 4;
+#else
+constexpr int kDeepRows = 2;
+#endif
+
+// to[0 .. 4) = the sums of the lanes of a, b, c and e.
+template <class D, class V>
+HWY_INLINE void StoreSums(D d, V a, V b, V c, V e, bool accumulate, float* to) {
+  const hn::Repartition<double, D> wide;
+  const auto pairs = [&](V x, V y) HWY_ATTR {
+    return hn::BitCast(wide, hn::Add(hn::InterleaveLower(d, x, y), hn::InterleaveUpper(d, x, y)));
+  };
+  const auto ab = pairs(a, b);
+  const auto ce = pairs(c, e);
+  const auto blocks =
+      hn::Add(hn::BitCast(d, hn::InterleaveLower(wide, ab, ce)), hn::BitCast(d, hn::InterleaveUpper(wide, ab, ce)));
+  HWY_ALIGN float buffer[HWY_MAX_BYTES / sizeof(float)];
+  hn::Store(blocks, d, buffer);
+  const hn::CappedTag<float, 4> four;
+  auto sum = hn::Load(four, buffer);
+  for (size_t i = 4; i < hn::Lanes(d); i += 4) sum = hn::Add(sum, hn::Load(four, buffer + i));
+  hn::StoreU(accumulate ? hn::Add(hn::LoadU(four, to), sum) : sum, four, to);
+}
+
+// c[i][0 .. 4) (+)= sum over k of a[i][k] * q[head][k]: lanes are k.
+template <int kRows>
+HWY_NOINLINE void Deep(const float* const* a, const float* q, int64_t ldq, int64_t depth, float* const* c,
+                       bool accumulate, const float* const* next) {
+  const hn::ScalableTag<float> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+#define JUMAR_DEEP_ROWS(X) X(0) X(1) X(2) X(3)
+#define JUMAR_X(i)                             \
+  [[maybe_unused]] auto s##i##0 = hn::Zero(d); \
+  [[maybe_unused]] auto s##i##1 = hn::Zero(d); \
+  [[maybe_unused]] auto s##i##2 = hn::Zero(d); \
+  [[maybe_unused]] auto s##i##3 = hn::Zero(d);
+  JUMAR_DEEP_ROWS(JUMAR_X)
+#undef JUMAR_X
+  const auto step = [&](int64_t k, const auto& load) HWY_ATTR {
+    const auto q0 = hn::LoadU(d, q + k);
+    const auto q1 = hn::LoadU(d, q + ldq + k);
+    const auto q2 = hn::LoadU(d, q + 2 * ldq + k);
+    const auto q3 = hn::LoadU(d, q + 3 * ldq + k);
+#define JUMAR_X(i)                        \
+  if constexpr (i < kRows) {              \
+    const auto x = load(a[i] + k);        \
+    s##i##0 = hn::MulAdd(x, q0, s##i##0); \
+    s##i##1 = hn::MulAdd(x, q1, s##i##1); \
+    s##i##2 = hn::MulAdd(x, q2, s##i##2); \
+    s##i##3 = hn::MulAdd(x, q3, s##i##3); \
+  }
+    JUMAR_DEEP_ROWS(JUMAR_X)
+#undef JUMAR_X
+  };
+  int64_t k = 0;
+  for (; k + lanes <= depth; k += lanes) {
+    PrefetchRows<kRows>(next, k);
+    step(k, [&](const float* p) HWY_ATTR { return hn::LoadU(d, p); });
+  }
+  if (k < depth) {
+    const auto rest = static_cast<size_t>(depth - k);
+    step(k, [&](const float* p) HWY_ATTR { return LoadWideN(d, p, rest); });
+  }
+#define JUMAR_X(i) \
+  if constexpr (i < kRows) StoreSums(d, s##i##0, s##i##1, s##i##2, s##i##3, accumulate, c[i]);
+  JUMAR_DEEP_ROWS(JUMAR_X)
+#undef JUMAR_X
+#undef JUMAR_DEEP_ROWS
+}
+
+void DeepRows(const RowDeepDots& x) {
+  const auto* rows = reinterpret_cast<const float* const*>(x.rows);
+  float* panel = static_cast<float*>(x.panel);
+  for (int64_t i = 0; i < x.n; i += kDeepRows) {
+    const int64_t count = std::min<int64_t>(kDeepRows, x.n - i);
+    for (int64_t h = 0; h < x.heads; h += 4) {
+      const float* next[kDeepRows];
+      float* c[kDeepRows];
+      for (int64_t r = 0; r < kDeepRows; ++r) {
+        next[r] = rows[std::min(i + kDeepRows + r, x.n - 1)];
+        c[r] = panel + std::min(i + r, x.n - 1) * x.ld + h;
+      }
+      const auto* q = static_cast<const float*>(x.q) + h * x.ldq;
+      if (count == kDeepRows) {
+        Deep<kDeepRows>(rows + i, q, x.ldq, x.depth, c, x.accumulate, next);
+      } else {
+        for (int64_t r = 0; r < count; ++r) Deep<1>(rows + i + r, q, x.ldq, x.depth, c + r, x.accumulate, next);
+      }
+    }
   }
 }
+#endif  // !HWY_HAVE_SCALABLE
 
 template <typename T>
 RowProducts MakeProducts() {
-  return {&DotRowsWith<T>, &SumRows<T>, &UpdateRows<T>};
+  RowProducts products{&DotRowsWith<T>, &SumRows<T>, &UpdateRows<T>};
+#if !HWY_HAVE_SCALABLE
+  // Sums of lanes cost as much as they save where vectors are short.
+  if constexpr (sizeof(T) == sizeof(float)) {
+    const auto lanes = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<float>()));
+    products.deep_dots = &DeepRows;
+    products.deep_heads = lanes < 8 ? 0 : lanes / 2;
+  }
+#endif
+  return products;
 }
 
 const RowProducts* ProductsOf(bool f64) {

@@ -1,6 +1,7 @@
 // Products with rows that lie anywhere in memory (keys and values picked by index), read where they are: no packing.
 // Panels are those of simd/panel.h and of packed B operands: element (i, lane) at i * width + lane, width = 2 vectors.
-// The panels of scores may be a part of longer rows: element (i, lane) at i * ld + lane, where ld is not 0.
+// The panels of scores may be a part of longer rows, or have rows of one vector that holds all lanes: element (i, lane)
+// at i * ld + lane, where ld is not 0.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,8 @@
 namespace jumar {
 
 // panel[i, lane] (+)= sum over k < depth of rows[i][k] * b[k, lane]. Of the panel's lanes the first `lanes` are wanted:
-// up to one vector of them costs half, the other vector is 0 then. Sums over blocks of 256 k, in order.
+// up to one vector of them costs half, the other vector is 0 then, or not there where ld is less than width. Sums over
+// blocks of 256 k, in order.
 struct RowDots {
   const void* const* rows;
   int64_t n;
@@ -18,6 +20,21 @@ struct RowDots {
   void* panel;
   bool accumulate;
   int64_t ld = 0;  // of the panel; 0: width
+};
+
+// The same for few lanes, in float: panel[i * ld + h] (+)= sum over k < depth of rows[i][k] * q[h * ldq + k], for
+// h < heads, a multiple of 4. Lanes are k, of which q has whole vectors: zeros behind depth. Sums of every lane over
+// all k, then of the lanes.
+struct RowDeepDots {
+  const void* const* rows;
+  int64_t n;
+  int64_t depth;
+  const void* q;
+  int64_t ldq;
+  int64_t heads;
+  void* panel;
+  int64_t ld;
+  bool accumulate;
 };
 
 // out[lane, j] (+)= sum over i < n of panel[i, lane] * rows[i][j], for lanes < `lanes` and j < cols. `out` has rows of
@@ -52,6 +69,8 @@ struct RowProducts {
   void (*dots)(const RowDots&);
   void (*sums)(const RowSums&);
   void (*updates)(const RowUpdates&);
+  void (*deep_dots)(const RowDeepDots&) = nullptr;
+  int64_t deep_heads = 0;  // up to so many lanes deep_dots is the faster one
 };
 
 // For float (double) elements throughout.

@@ -180,6 +180,80 @@ TEST(SparseAttention, MatchesTheOracleOnEveryTarget) {
   });
 }
 
+// Enough keys and slots for several blocks of keys, units enough for several groups.
+TEST(SparseAttention, BlocksOfKeys) {
+  ForEachSimdTarget([&](const std::string&) {
+    Config c;
+    c.queries = 20;
+    c.keys = 640;
+    c.d = 216;
+    c.dv = 9;
+    c.ids = 200;
+    c.sinks = true;
+    Call(c, 3).Check("blocks");
+    c.causal = false;
+    c.heads = 18;
+    c.kv_heads = 2;
+    c.batch = 2;
+    c.queries = 9;
+    c.dr = 3;
+    c.dtype = DType::kBF16;
+    Call(c, 4).Check("two heads of keys");
+    c = Config();
+    c.queries = 20;
+    c.keys = 640;
+    c.d = 216;
+    c.ids = 200;
+    Call packed(c, 5);
+    packed.indices.Fill([](int64_t i) { return static_cast<double>(i * 7 % 280); });
+    packed.in.sequences = {{0, 0, 8, 0, 300}, {0, 8, 12, 300, 340}};
+    packed.Check("packed");
+  });
+}
+
+// Few queries with many slots: a query is computed in parts.
+TEST(SparseAttention, FewQueries) {
+  ForEachSimdTarget([&](const std::string&) {
+    Config c;
+    c.keys = 1300;
+    c.ids = 1100;
+    c.d = c.dv = 20;
+    for (const int64_t queries : {1, 2, 15, 16}) {
+      c.queries = queries;
+      c.sinks = queries == 2;
+      c.heads = queries == 15 ? 3 : 9;
+      Call(c, 3).Check(std::to_string(queries) + " queries");
+      Call none(c, 4);
+      // All slots in the last part, and none at all.
+      none.indices.Fill(
+          [&](int64_t i) { return i < c.ids && i % c.ids >= c.ids - 40 ? static_cast<double>(i) : -1.0; });
+      none.Check("empty parts");
+    }
+  });
+}
+
+// Fewer slots than keys: only the rows that are picked are widened.
+TEST(SparseAttention, FewSlots) {
+  ForEachSimdTarget([&](const std::string&) {
+    for (const DType dtype : {DType::kBF16, DType::kF16}) {
+      Config c;
+      c.dtype = dtype;
+      c.batch = 2;
+      c.queries = 3;
+      c.keys = 90;
+      c.kv_heads = 2;
+      c.ids = 9;
+      c.d = 19;
+      c.dr = 5;
+      c.dv = 7;
+      Call(c, 8).Check("few slots");
+      c.dv = c.d;
+      c.shared = true;
+      Call(c, 9).Check("few slots, keys that are values");
+    }
+  });
+}
+
 TEST(SparseAttention, KeysThatAreValues) {
   ForEachSimdTarget([&](const std::string&) {
     Config c;
@@ -233,12 +307,29 @@ TEST(SparseAttention, KeysThatAreNoSlotDoNotLeak) {
   });
 }
 
+TEST(SparseAttention, FewQueriesDoNotDependOnThreads) {
+  Config c;
+  c.queries = 2;
+  c.keys = 1300;
+  c.ids = 1100;
+  std::vector<double> first;
+  for (const int threads : {1, 2, 7}) {
+    WithThreads(threads, [&] {
+      Call call(c, 2);
+      call.Forward();
+      if (first.empty()) first = call.out.ToDoubles();
+      EXPECT_EQ(call.out.ToDoubles(), first) << threads;
+    });
+  }
+}
+
 TEST(SparseAttention, ResultsDoNotDependOnThreads) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
     Config c;
     c.dtype = dtype;
-    c.queries = c.keys = SmallTests() ? 40 : 150;
-    c.ids = 30;
+    c.queries = SmallTests() ? 40 : 150;
+    c.keys = 1400;
+    c.ids = 150;
     c.heads = 18;
     c.d = 48;
     c.dr = 8;
@@ -254,6 +345,22 @@ TEST(SparseAttention, ResultsDoNotDependOnThreads) {
         }
         if (first.empty()) first = all;
         EXPECT_EQ(all, first) << threads;
+      });
+    }
+  }
+}
+
+TEST(SparseAttention, NamesTheFirstWrongId) {
+  Config c;
+  c.queries = c.keys = 700;
+  c.ids = 60;
+  for (const DType index : {DType::kI32, DType::kI64}) {
+    c.index = index;
+    for (const int threads : {1, 2, 7}) {
+      WithThreads(threads, [&] {
+        Call call(c, 1);
+        for (const int64_t at : {699 * 60, 350 * 60 + 9, 350 * 60 + 8, 600 * 60}) call.indices.Set(at, 700);
+        ExpectError([&] { call.Forward(); }, "op", "sparse_indices 700 at position [0, 350, 0, 8]");
       });
     }
   }

@@ -1,7 +1,7 @@
 // Backward, in waves of units. First every unit of a wave takes its probabilities p and their gradients ds again, and
-// gives dq. Then tasks, each of which owns some columns of the gradients of keys, take the wave's units in order and
-// add p and ds times rows of dy and q to the rows that the units picked. Who owns which columns does not matter for the
-// bits: an element of dk is summed over units in ascending order, whatever the number of threads.
+// gives dq. Then tasks, each of which owns a block of keys and some columns of their gradients, take the wave's units
+// in order and add p and ds times rows of dy and q to the rows that the units picked. Who owns what does not matter for
+// the bits: an element of dk is summed over units in ascending order, whatever the number of threads.
 #include <algorithm>
 #include <cmath>
 
@@ -13,9 +13,7 @@
 namespace jumar {
 namespace {
 
-constexpr int64_t kWaveBytes = 4 << 20;
-constexpr int64_t kSliceBytes = 2 << 20;  // of the sums of a slice: they are picked at random
-constexpr int64_t kMaxSlice = 64;         // columns
+constexpr int64_t kWaveBytes = 8 << 20;
 
 template <typename C>
 class Backward {
@@ -23,11 +21,6 @@ class Backward {
   Backward(const SparsePlan& plan, const TensorView& dy, const TensorView& out, const TensorView& max,
            const TensorView& sum, const SparseAttentionGradients& g)
       : plan_(plan), shape_(plan.shape), width_(plan.width), dy_(dy), out_(out), max_(max), sum_(sum), g_(g) {
-    rows_ = shape_.batch * shape_.kv_heads * shape_.keys;
-    slice_ = std::min(kMaxSlice, std::max<int64_t>(1, kSliceBytes / (rows_ + 1) / Bytes() / width_) * width_);
-    while (slice_ > width_ && Slices(shape_.d) + Slices(shape_.dr) + Slices(shape_.dv) < 2 * NumThreads()) {
-      slice_ = RoundUp(slice_ / 2, width_);
-    }
     AddPart(plan.in.q, &Item::ds, g.dk);
     if (shape_.dr > 0) AddPart(plan.in.q_rope, &Item::ds, g.dk_rope);
     AddPart(dy, &Item::p, g.dv);
@@ -35,7 +28,8 @@ class Backward {
 
   void Run() {
     const int64_t units = plan_.units();
-    const int64_t unit_bytes = 2 * plan_.panels * width_ * std::max<int64_t>(plan_.MaxSlots(), 1) * Bytes();
+    int64_t unit_bytes = 2 * plan_.panels * plan_.stride * std::max<int64_t>(plan_.MaxSlots(), 1) * Bytes();
+    for (const Part& part : parts_) unit_bytes += AcrossElements(part) * Bytes();
     const int64_t wave = std::clamp<int64_t>(kWaveBytes / unit_bytes, 4 * NumThreads(), 1024);
     if (g_.dsinks.rank != 0) delta_ = HeapBuffer(units * shape_.group * Bytes());
     for (int64_t u = 0; u < units; u += wave) Wave(u, std::min(wave, units - u));
@@ -44,31 +38,50 @@ class Backward {
   }
 
  private:
-  // A unit of a wave and what it gives to its keys.
+  // A unit of a wave and what it gives to its keys: panels [n, stride], of each part its heads as columns.
   struct Item {
     SparseUnit unit;
-    int64_t n = 0;
-    int32_t* rows = nullptr;
-    C* p = nullptr;  // panels [n, width]
+    SparsePlan::Slots slots;
+    C* p = nullptr;
     C* ds = nullptr;
+    C* across[3] = {};
   };
 
-  // dk, dk_rope or dv: sums over units of panel * rows of `x`, in slices of columns that lie one after another.
+  // dk, dk_rope or dv: sums over units of panel * rows of `x`.
   struct Part {
     const TensorView* x;
     C* Item::*panel;
     const TensorView* out;
     int64_t cols;
-    HeapBuffer sums;  // [slices][batch, kv_heads, keys][slice]
+    int64_t ld;
+    HeapBuffer sums;  // [batch, kv_heads, keys, ld]
+  };
+
+  // A unit between its first block and its last: heads as lanes, sums over keys [heads, ld].
+  struct State {
+    const Item* item;
+    int64_t index;
+    C* q;
+    C* q_rope;
+    C* dy;
+    C* max;
+    C* inverse;
+    C* delta;
+    C* dq;
+    C* dq_rope;
+    bool empty;
   };
 
   static constexpr int64_t Bytes() { return static_cast<int64_t>(sizeof(C)); }
-  int64_t Slices(int64_t cols) const { return CeilDiv(cols, slice_); }
+  int64_t AcrossPanel() const { return plan_.PanelElements(width_); }
+  int64_t AcrossElements(const Part& part) const { return plan_.panels * part.ld / width_ * AcrossPanel(); }
+  int64_t Rows() const { return shape_.batch * shape_.kv_heads * shape_.keys; }
 
   void AddPart(const TensorView& x, C* Item::*panel, const TensorView& out) {
     const int64_t cols = x.size[3];
-    const int64_t count = Slices(cols) * rows_ * slice_;
-    Part part{&x, panel, &out, cols, HeapBuffer(count * Bytes())};
+    const int64_t ld = RoundUp(cols, width_);
+    const int64_t count = Rows() * ld;
+    Part part{&x, panel, &out, cols, ld, HeapBuffer(count * Bytes())};
     C* sums = static_cast<C*>(part.sums.data());
     ParallelFor(count, 1 << 16, [&](int64_t begin, int64_t end) { std::fill(sums + begin, sums + end, C(0)); });
     parts_.push_back(std::move(part));
@@ -77,112 +90,184 @@ class Backward {
   void Wave(int64_t first, int64_t count) {
     ScratchFrame frame;
     std::vector<Item> items(static_cast<size_t>(count));
-    int32_t* rows = frame.Alloc<int32_t>(count * plan_.MaxSlots());
-    const int64_t panel = plan_.panels * plan_.MaxSlots() * width_;
-    C* panels = frame.Alloc<C>(2 * count * panel);
-    ParallelChunks(count, [&](int64_t i) {
-      Item& item = items[static_cast<size_t>(i)];
-      item.unit = plan_.Unit(first + i);
-      item.rows = rows + i * plan_.MaxSlots();
-      item.n = plan_.ListSlots(item.unit, item.rows);
-      item.p = panels + 2 * i * panel;
-      item.ds = item.p + panel;
-      Queries(item, first + i);
-    });
-    std::vector<std::pair<const Part*, int64_t>> tasks;
-    for (const Part& part : parts_) {
-      for (int64_t s = 0; s < Slices(part.cols); ++s) tasks.emplace_back(&part, s);
+    const int64_t panels = plan_.panels * plan_.MaxSlots() * plan_.stride;
+    for (Item& item : items) {
+      item.slots = plan_.AllocSlots(frame);
+      item.p = frame.Alloc<C>(panels);
+      item.ds = frame.Alloc<C>(panels);
+      for (size_t i = 0; i < parts_.size(); ++i) item.across[i] = frame.Alloc<C>(AcrossElements(parts_[i]));
     }
-    ParallelChunks(static_cast<int64_t>(tasks.size()), [&](int64_t t) {
-      const auto& [part, slice] = tasks[static_cast<size_t>(t)];
-      Keys(items, *part, slice);
+    const auto groups = plan_.Groups(first, count);
+    ParallelChunks(static_cast<int64_t>(groups.size()), [&](int64_t g) {
+      const auto [unit, n] = groups[static_cast<size_t>(g)];
+      Queries(items.data() + (unit - first), unit, n);
     });
+    KeysOfWave(items, first);
   }
 
-  // p and ds of a unit, and dq.
-  void Queries(const Item& item, int64_t index) {
-    const SparseUnit& unit = item.unit;
-    const int64_t n = item.n;
+  // p and ds of a group of units, and dq.
+  void Queries(Item* items, int64_t first, int64_t count) {
     ScratchFrame frame;
-    const void** k = frame.Alloc<const void*>(n);
-    const void** v = frame.Alloc<const void*>(n);
-    const void** k_rope = frame.Alloc<const void*>(n);
-    plan_.Pointers(plan_.k(), unit, item.rows, n, k);
-    plan_.Pointers(plan_.v(), unit, item.rows, n, v);
-    if (shape_.dr > 0) plan_.Pointers(plan_.k_rope(), unit, item.rows, n, k_rope);
-    C* work = frame.Alloc<C>(plan_.PanelElements(std::max(shape_.d, shape_.dr)));
-    C* dy = frame.Alloc<C>(plan_.PanelElements(shape_.dv));
-    C* out = frame.Alloc<C>(plan_.PanelElements(shape_.dv));
-    C* max = frame.Alloc<C>(width_);
-    C* inverse = frame.Alloc<C>(width_);
-    C* delta = frame.Alloc<C>(width_);
-    const int64_t ld = RoundUp(shape_.d, width_);
-    const int64_t ld_rope = RoundUp(shape_.dr, width_);
-    C* dq = frame.Alloc<C>(shape_.group * ld);
-    C* dq_rope = frame.Alloc<C>(shape_.group * ld_rope);
-    if (n == 0) {
-      std::fill(dq, dq + shape_.group * ld, C(0));
-      std::fill(dq_rope, dq_rope + shape_.group * ld_rope, C(0));
+    SparsePlan::Rows rows = plan_.AllocRows(frame);
+    std::vector<State> states;
+    for (int64_t i = 0; i < count; ++i) states.push_back(Open(&items[i], first + i, frame));
+    for (int64_t b = 0; b < plan_.blocks; ++b) {
+      for (State& s : states) {
+        const int64_t* begins = s.item->slots.begins + b;
+        SparsePlan::ForEachStep(begins[0], begins[1], [&](int64_t at, int64_t n) { Add(&s, at, n, &rows); });
+      }
     }
-    std::vector<C> scale(static_cast<size_t>(width_), static_cast<C>(plan_.in.scale));
+    for (State& s : states) {
+      if (s.empty) {
+        std::fill_n(s.dq, shape_.group * Ld(shape_.d), C(0));
+        std::fill_n(s.dq_rope, shape_.group * Ld(shape_.dr), C(0));
+      }
+      plan_.StoreHeads(s.dq, Ld(shape_.d), g_.dq, s.item->unit);
+      if (shape_.dr > 0) plan_.StoreHeads(s.dq_rope, Ld(shape_.dr), g_.dq_rope, s.item->unit);
+    }
+  }
+
+  int64_t Ld(int64_t cols) const { return RoundUp(cols, width_); }
+
+  State Open(Item* item, int64_t index, ScratchFrame& frame) {
+    const SparseUnit& unit = item->unit = plan_.Unit(index);
+    plan_.ListSlots(unit, item->slots);
+    for (size_t i = 0; i < parts_.size(); ++i) {
+      const GemmOperand across = plan_.Across(*parts_[i].x, unit);
+      for (int64_t p = 0; p < plan_.panels; ++p) {
+        C* to = item->across[i] + p * (parts_[i].ld / width_) * AcrossPanel();
+        plan_.gemm.pack_b({&across, 0, parts_[i].cols, p * width_, plan_.LanesOf(p), AcrossPanel(), to});
+      }
+    }
+    const int64_t lanes = plan_.panels * width_;
+    State s{};
+    s.item = item;
+    s.index = index;
+    s.empty = true;
+    s.q = frame.Alloc<C>(plan_.LanesElements(shape_.d));
+    s.q_rope = frame.Alloc<C>(plan_.LanesElements(shape_.dr));
+    s.dy = frame.Alloc<C>(plan_.LanesElements(shape_.dv));
+    s.max = frame.Alloc<C>(lanes);
+    s.inverse = frame.Alloc<C>(lanes);
+    s.delta = frame.Alloc<C>(lanes);
+    std::fill_n(s.delta, lanes, C(0));
+    s.dq = frame.Alloc<C>(shape_.group * Ld(shape_.d));
+    s.dq_rope = frame.Alloc<C>(shape_.group * Ld(shape_.dr));
+    plan_.PackLanes(plan_.in.q, unit, s.q);
+    if (shape_.dr > 0) plan_.PackLanes(plan_.in.q_rope, unit, s.q_rope);
+    plan_.PackLanes(dy_, unit, s.dy);
+    for (int64_t i = 0; i < lanes; ++i) {
+      const int64_t head = std::min(i, shape_.group - 1);
+      const C sum = Statistic(sum_, unit, head);
+      s.max[i] = Statistic(max_, unit, head);
+      s.inverse[i] = sum == 0 ? C(0) : C(1) / sum;
+    }
+    Delta(unit, s);
+    return s;
+  }
+
+  // delta, and with the scale of the scores that ds wants: of delta and dy.
+  void Delta(const SparseUnit& unit, const State& s) {
+    ScratchFrame frame;
+    C* out = frame.Alloc<C>(plan_.LanesElements(shape_.dv));
+    C* scale = frame.Alloc<C>(plan_.panels * width_);
+    plan_.PackLanes(out_, unit, out);
+    const int64_t lanes = plan_.panels * width_;
+    std::fill_n(scale, lanes, static_cast<C>(plan_.in.scale));
+    if (plan_.deep) {
+      plan_.panel.dot_rows(shape_.compute, s.dy, Ld(shape_.dv), out, Ld(shape_.dv), shape_.group, shape_.dv, s.delta);
+      plan_.panel.scale_rows(s.dy, Ld(shape_.dv), shape_.group, shape_.dv, scale);
+    } else {
+      const int64_t panel = plan_.PanelElements(shape_.dv);
+      for (int64_t p = 0; p < plan_.panels; ++p) {
+        plan_.panel.dot_lanes(s.dy + p * panel, out + p * panel, shape_.dv, s.delta + p * width_);
+        plan_.panel.scale_lanes(s.dy + p * panel, shape_.dv, scale);
+      }
+    }
+    if (delta_.data() != nullptr) {
+      std::copy_n(s.delta, shape_.group, static_cast<C*>(delta_.data()) + s.index * shape_.group);
+    }
+    plan_.panel.multiply(s.delta, lanes, scale);
+  }
+
+  // Slots [at, at + n) of a unit.
+  void Add(State* s, int64_t at, int64_t n, SparsePlan::Rows* rows) const {
+    const Item& item = *s->item;
+    const int64_t all = plan_.Count(item.slots);
+    plan_.PointTo(item.unit, item.slots.rows + at, n, rows);
     for (int64_t p = 0; p < plan_.panels; ++p) {
       const int64_t lanes = plan_.LanesOf(p);
       const int64_t first = p * width_;
-      plan_.PackLanes(dy_, unit, p, dy);
-      plan_.PackLanes(out_, unit, p, out);
-      plan_.panel.dot_lanes(dy, out, shape_.dv, delta);
-      if (delta_.data() != nullptr) {
-        std::copy_n(delta, lanes, static_cast<C*>(delta_.data()) + index * shape_.group + first);
-      }
-      if (n == 0) continue;
-      for (int64_t i = 0; i < width_; ++i) {
-        const C sum = Statistic(sum_, unit, first + std::min(i, lanes - 1));
-        max[i] = Statistic(max_, unit, first + std::min(i, lanes - 1));
-        inverse[i] = sum == 0 ? C(0) : C(1) / sum;
-      }
-      C* prob = item.p + p * n * width_;
-      C* ds = item.ds + p * n * width_;
-      plan_.Scores(unit, p, n, k, k_rope, work, prob);
-      plan_.products.dots({v, n, shape_.dv, dy, lanes, ds, false});
+      C* prob = item.p + (p * all + at) * plan_.stride;
+      C* ds = item.ds + (p * all + at) * plan_.stride;
+      plan_.Scores(p, *rows, s->q, s->q_rope, prob);
+      plan_.Dots(p, rows->v, n, shape_.dv, s->dy, ds, false);
       PanelGradient gradient{};
       gradient.scores = prob;
       gradient.dp = ds;
       gradient.n = n;
       gradient.scale = plan_.in.scale;
-      gradient.max = max;
-      gradient.inverse_sum = inverse;
-      gradient.delta = delta;
+      gradient.max = s->max + first;
+      gradient.inverse_sum = s->inverse + first;
+      gradient.delta = s->delta + first;
+      gradient.half = plan_.half;
       plan_.panel.gradient(gradient);
-      plan_.panel.scale_lanes(ds, n, scale.data());
-      plan_.products.sums({k, n, shape_.d, ds, lanes, dq + first * ld, ld, false});
-      if (shape_.dr > 0) {
-        plan_.products.sums({k_rope, n, shape_.dr, ds, lanes, dq_rope + first * ld_rope, ld_rope, false});
-      }
+      const auto sums = [&](const void* const* keys, int64_t cols, C* to) {
+        plan_.products.sums({keys, n, cols, ds, lanes, to + first * Ld(cols), Ld(cols), !s->empty, plan_.stride});
+      };
+      sums(rows->k, shape_.d, s->dq);
+      if (shape_.dr > 0) sums(rows->k_rope, shape_.dr, s->dq_rope);
     }
-    plan_.StoreHeads(dq, ld, g_.dq, unit);
-    if (shape_.dr > 0) plan_.StoreHeads(dq_rope, ld_rope, g_.dq_rope, unit);
+    s->empty = false;
   }
 
-  // Columns [slice * slice_, ..) of a part.
-  void Keys(const std::vector<Item>& items, const Part& part, int64_t slice) {
-    const int64_t col = slice * slice_;
-    const int64_t cols = std::min(slice_, part.cols - col);
-    const int64_t b_panel = plan_.PanelElements(width_);
-    C* sums = static_cast<C*>(part.sums.data()) + slice * rows_ * slice_;
-    ScratchFrame frame;
-    C* b = frame.Alloc<C>(CeilDiv(cols, width_) * b_panel);
-    void** rows = frame.Alloc<void*>(plan_.MaxSlots());
-    for (const Item& item : items) {
-      C* base = sums + (item.unit.batch * shape_.kv_heads + item.unit.kv_head) * shape_.keys * slice_;
-      for (int64_t i = 0; i < item.n; ++i) rows[i] = base + item.rows[i] * slice_;
-      for (int64_t p = 0; p < plan_.panels && item.n > 0; ++p) {
-        const int64_t lanes = plan_.LanesOf(p);
-        const GemmOperand across = plan_.Across(*part.x, item.unit);
-        plan_.gemm.pack_b({&across, col, cols, p * width_, lanes, b_panel, b});
-        plan_.products.updates(
-            {rows, item.n, RoundUp(cols, width_), item.*part.panel + p * item.n * width_, lanes, b, b_panel});
+  // Tasks for the items of each head of keys, every block of keys, and some columns of each part.
+  void KeysOfWave(const std::vector<Item>& items, int64_t first) {
+    struct Task {
+      size_t part;
+      size_t begin, end;  // items
+      int64_t block;
+      int64_t col, cols;
+    };
+    std::vector<Task> tasks;
+    const auto count = static_cast<int64_t>(items.size());
+    for (int64_t begin = 0; begin < count;) {
+      const int64_t same = ((first + begin) / shape_.queries + 1) * shape_.queries - first;
+      const int64_t end = std::min(count, same);
+      for (size_t i = 0; i < parts_.size(); ++i) {
+        const int64_t panels = parts_[i].ld / width_;
+        const int64_t slices = std::clamp<int64_t>(2 * NumThreads() / plan_.blocks, 1, panels);
+        const int64_t cols = CeilDiv(panels, slices) * width_;
+        for (int64_t b = 0; b < plan_.blocks; ++b) {
+          for (int64_t c = 0; c < parts_[i].ld; c += cols) {
+            tasks.push_back(
+                {i, static_cast<size_t>(begin), static_cast<size_t>(end), b, c, std::min(cols, parts_[i].ld - c)});
+          }
+        }
       }
+      begin = end;
     }
+    ParallelChunks(static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+      const Task& task = tasks[static_cast<size_t>(t)];
+      const Part& part = parts_[task.part];
+      const SparseUnit& unit = items[task.begin].unit;
+      C* sums = static_cast<C*>(part.sums.data()) +
+                (unit.batch * shape_.kv_heads + unit.kv_head) * shape_.keys * part.ld + task.col;
+      ScratchFrame frame;
+      void** rows = frame.Alloc<void*>(plan_.MaxSlots());
+      for (size_t i = task.begin; i < task.end; ++i) {
+        const SparsePlan::Slots& slots = items[i].slots;
+        const int64_t at = slots.begins[task.block];
+        const int64_t n = slots.begins[task.block + 1] - at;
+        if (n == 0) continue;
+        for (int64_t r = 0; r < n; ++r) rows[r] = sums + slots.rows[at + r] * part.ld;
+        for (int64_t p = 0; p < plan_.panels; ++p) {
+          const C* panel = items[i].*part.panel + (p * plan_.Count(slots) + at) * plan_.stride;
+          const C* across = items[i].across[task.part] + (p * part.ld + task.col) / width_ * AcrossPanel();
+          plan_.products.updates({rows, n, task.cols, panel, plan_.LanesOf(p), across, AcrossPanel(), plan_.stride});
+        }
+      }
+    });
   }
 
   void StoreKeys() {
@@ -196,18 +281,16 @@ class Backward {
         const TensorView& x = *part.out;
         const int64_t at =
             head / shape_.kv_heads * x.stride[0] + row * x.stride[1] + head % shape_.kv_heads * x.stride[2];
-        for (int64_t s = 0; s < Slices(part.cols); ++s) {
-          GemmStore store{};
-          store.acc = static_cast<const C*>(part.sums.data()) + (s * rows_ + head * shape_.keys + row) * slice_;
-          store.ld_acc = slice_;
-          store.m = std::min(kRows, shape_.keys - row);
-          store.n = std::min(slice_, part.cols - s * slice_);
-          store.out = At(x.data, at + s * slice_ * x.stride[3], static_cast<int64_t>(SizeOf(x.dtype)));
-          store.dtype = x.dtype;
-          store.row_stride = x.stride[1];
-          store.col_stride = x.stride[3];
-          plan_.gemm.store(store);
-        }
+        GemmStore store{};
+        store.acc = static_cast<const C*>(part.sums.data()) + (head * shape_.keys + row) * part.ld;
+        store.ld_acc = part.ld;
+        store.m = std::min(kRows, shape_.keys - row);
+        store.n = part.cols;
+        store.out = At(x.data, at, static_cast<int64_t>(SizeOf(x.dtype)));
+        store.dtype = x.dtype;
+        store.row_stride = x.stride[1];
+        store.col_stride = x.stride[3];
+        plan_.gemm.store(store);
       });
     }
   }
@@ -220,7 +303,9 @@ class Backward {
         const double sink = sinks.ptr<const C>()[h * sinks.stride[0]];
         const int64_t lane = h % shape_.group;
         double total = 0;
-        for (int64_t u = h / shape_.group; u < plan_.units(); u += shape_.kv_heads) {
+        for (int64_t i = 0; i < shape_.batch * shape_.queries; ++i) {
+          const int64_t head = i / shape_.queries * shape_.kv_heads + h / shape_.group;
+          const int64_t u = head * shape_.queries + i % shape_.queries;
           const SparseUnit unit = plan_.Unit(u);
           const double sum = Statistic(sum_, unit, lane);
           if (sum == 0) continue;
@@ -245,8 +330,6 @@ class Backward {
   const TensorView& max_;
   const TensorView& sum_;
   const SparseAttentionGradients& g_;
-  int64_t rows_;   // of the sums
-  int64_t slice_;  // columns of a slice
   std::vector<Part> parts_;
   HeapBuffer delta_;  // [units, group]
 };

@@ -1,13 +1,16 @@
 #include "kernels/sparse_attention/sparse_blocks.h"
 
 #include <algorithm>
-#include <atomic>
+#include <cstring>
 #include <limits>
+#include <utility>
 
 #include "base/check.h"
+#include "base/convert.h"
 #include "base/indices.h"
 #include "base/parallel.h"
 #include "base/widen.h"
+#include "jumar/runtime.h"
 
 namespace jumar {
 namespace {
@@ -17,6 +20,15 @@ void CheckShape(const char* op, const char* name, const TensorView& x, const std
   JUMAR_CHECK(op, SameShape(x, expected) && x.dtype == dtype, name, " must be ", Describe(expected), ", got ",
               Describe(x));
 }
+
+// A block of keys (or values) stays in the second cache, beside what a group of units keeps there.
+constexpr int64_t kKeyBytes = 256 << 10;
+constexpr int64_t kGroupBytes = 1 << 20;
+constexpr int64_t kMaxGroup = 64;
+// Below these, blocks cost more than they save: units that share one, slots that a unit has in one.
+constexpr int64_t kMinGroup = 8;
+constexpr int64_t kMinSlots = 64;
+constexpr int64_t kMaxBlocks = 1 << 12;
 
 bool SameMemory(const TensorView& a, const TensorView& b) {
   return a.data == b.data && SameShape(a, b) && std::equal(a.stride, a.stride + a.rank, b.stride);
@@ -74,10 +86,23 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
       products(ChooseRowProducts(checked.compute == DType::kF64)),
       width(panel.width),
       panels(CeilDiv(checked.group, panel.width)),
+      half(2 * checked.group <= panel.width),
+      deep(checked.group <= products.deep_heads),
+      stride(half ? panel.width / 2 : panel.width),
       block(std::min(inputs.block_size, std::max<int64_t>(checked.keys, 1))),
       queries_(static_cast<size_t>(checked.batch * checked.queries)),
       same_(SameMemory(inputs.k, inputs.v)) {
   CheckIds(op);
+  const auto bytes = static_cast<int64_t>(SizeOf(shape.compute));
+  // Of one unit: heads of q and their sums.
+  const int64_t unit_bytes = (LanesElements(shape.d) + LanesElements(shape.dr) + LanesElements(shape.dv)) * bytes;
+  group_units = std::clamp<int64_t>(kGroupBytes / std::max<int64_t>(unit_bytes, 1), 1, kMaxGroup);
+  const int64_t row_bytes = std::max({shape.d + shape.dr, shape.dv, int64_t{1}}) * bytes;
+  const bool few = std::min(group_units, shape.queries) < kMinGroup;
+  const int64_t most = few ? 1 : std::clamp<int64_t>(MaxSlots() / kMinSlots, 1, kMaxBlocks);
+  blocks = std::clamp<int64_t>(CeilDiv(shape.keys * row_bytes, kKeyBytes), 1, most);
+  key_block = std::max<int64_t>(1, CeilDiv(shape.keys, blocks));
+  blocks = std::max<int64_t>(1, CeilDiv(shape.keys, key_block));
   for (const SequencePair& s : in.sequences) {
     for (int64_t i = 0; i < s.q_len; ++i) {
       Query& q = queries_[static_cast<size_t>(s.batch * shape.queries + s.q_begin + i)];
@@ -85,49 +110,43 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
       q.limit = in.causal ? std::clamp<int64_t>(i + s.k_len - s.q_len + 1, 0, s.k_len) : s.k_len;
     }
   }
+  const auto adjacent = [](const TensorView& x) { return x.rank == 0 || x.size[3] <= 1 || x.stride[3] == 1; };
+  pick_ = shape.dtype != shape.compute && units() * MaxSlots() < shape.batch * shape.keys * shape.kv_heads &&
+          adjacent(in.k) && adjacent(in.v) && adjacent(in.k_rope);
+  if (pick_) return;
   k_ = KeyRows(in.k, shape.compute);
   if (!same_) v_ = KeyRows(in.v, shape.compute);
   if (shape.dr > 0) k_rope_ = KeyRows(in.k_rope, shape.compute);
 }
 
 void SparsePlan::CheckIds(const char* op) const {
-  const TensorView& x = in.indices;
   const int64_t end = CeilDiv(shape.keys, block);
-  std::atomic<int64_t> bad{std::numeric_limits<int64_t>::max()};
-  ParallelFor(
-      shape.batch * shape.queries * shape.kv_heads, CeilDiv(1 << 15, shape.ids + 1), [&](int64_t begin, int64_t stop) {
-        for (int64_t r = begin; r < stop; ++r) {
-          const int64_t h = r % shape.kv_heads;
-          const int64_t t = r / shape.kv_heads;
-          const int64_t at = t / shape.queries * x.stride[0] + t % shape.queries * x.stride[1] + h * x.stride[2];
-          for (int64_t j = 0; j < shape.ids; ++j) {
-            const int64_t id = Id(at + j * x.stride[3]);
-            if (id >= -1 && id < end) continue;
-            int64_t first = bad;
-            while (r * shape.ids + j < first && !bad.compare_exchange_weak(first, r * shape.ids + j)) {
-            }
-            return;
-          }
-        }
-      });
-  if (bad == std::numeric_limits<int64_t>::max()) return;
-  int64_t rest = bad;
-  int64_t offset = 0;
-  for (int i = 3; i >= 0; --i) {
-    offset += rest % x.size[i] * x.stride[i];
-    rest /= x.size[i];
-  }
-  Fail(op, "sparse_indices ", Id(offset), " at position ", PositionOf(x, bad), " is neither -1 nor below ", end,
-       ", the number of blocks of ", shape.keys, " keys");
+  const int64_t bad = FirstOutside(in.indices, -1, [&](int64_t) { return end; });
+  JUMAR_CHECK(op, bad < 0, "sparse_indices ", IntegerAt(in.indices, bad), " at position ", PositionOf(in.indices, bad),
+              " is neither -1 nor below ", end, ", the number of blocks of ", shape.keys, " keys");
 }
 
 SparseUnit SparsePlan::Unit(int64_t index) const {
-  const int64_t token = index / shape.kv_heads;
-  const Query& q = queries_[static_cast<size_t>(token)];
-  return {token / shape.queries, token % shape.queries, index % shape.kv_heads, q.k_begin, q.limit};
+  const int64_t query = index % shape.queries;
+  const int64_t head = index / shape.queries % shape.kv_heads;
+  const int64_t batch = index / shape.queries / shape.kv_heads;
+  const Query& q = queries_[static_cast<size_t>(batch * shape.queries + query)];
+  return {batch, query, head, q.k_begin, q.limit};
 }
 
-int64_t SparsePlan::ListSlots(const SparseUnit& unit, int32_t* rows) const {
+std::vector<std::pair<int64_t, int64_t>> SparsePlan::Groups(int64_t first, int64_t count) const {
+  const int64_t most = std::clamp<int64_t>(count / (4 * NumThreads()), 1, group_units);
+  std::vector<std::pair<int64_t, int64_t>> groups;
+  for (int64_t u = first; u < first + count;) {
+    const int64_t same = (u / shape.queries + 1) * shape.queries - u;
+    const int64_t n = std::min({most, same, first + count - u});
+    groups.emplace_back(u, n);
+    u += n;
+  }
+  return groups;
+}
+
+int64_t SparsePlan::ListRows(const SparseUnit& unit, int32_t* rows) const {
   const TensorView& x = in.indices;
   const int64_t at = unit.batch * x.stride[0] + unit.query * x.stride[1] + unit.kv_head * x.stride[2];
   int64_t n = 0;
@@ -142,7 +161,7 @@ int64_t SparsePlan::ListSlots(const SparseUnit& unit, int32_t* rows) const {
     return n;
   }
   for (int64_t j = 0; j < shape.ids; ++j) {
-    const int64_t id = Id(at + j * x.stride[3]);
+    const int64_t id = IntegerOf(x, at + j * x.stride[3]);
     if (id < 0) continue;
     const int64_t end = std::min((id + 1) * block, unit.limit);
     for (int64_t t = id * block; t < end; ++t) rows[n++] = static_cast<int32_t>(unit.k_begin + t);
@@ -150,11 +169,74 @@ int64_t SparsePlan::ListSlots(const SparseUnit& unit, int32_t* rows) const {
   return n;
 }
 
-void SparsePlan::Pointers(const KeyRows& x, const SparseUnit& unit, const int32_t* rows, int64_t n,
-                          const void** out) const {
-  const char* base = x.Base(unit.batch, unit.kv_head);
-  const int64_t step = x.RowBytes();
-  for (int64_t i = 0; i < n; ++i) out[i] = base + rows[i] * step;
+void SparsePlan::ListSlots(const SparseUnit& unit, const Slots& slots) const {
+  slots.begins[0] = 0;
+  if (blocks == 1) {
+    slots.begins[1] = ListRows(unit, slots.rows);
+    return;
+  }
+  ScratchFrame work;
+  int32_t* rows = work.Alloc<int32_t>(MaxSlots());
+  uint16_t* of = work.Alloc<uint16_t>(MaxSlots());
+  const int64_t n = ListRows(unit, rows);
+  std::fill_n(slots.begins, blocks + 1, 0);
+  const auto size = static_cast<uint32_t>(key_block);
+  for (int64_t i = 0; i < n; ++i) {
+    of[i] = static_cast<uint16_t>(static_cast<uint32_t>(rows[i]) / size);
+    ++slots.begins[of[i]];
+  }
+  int64_t begin = 0;
+  for (int64_t b = 0; b < blocks; ++b) begin += std::exchange(slots.begins[b], begin);
+  for (int64_t i = 0; i < n; ++i) slots.rows[slots.begins[of[i]]++] = rows[i];
+  // Each begin has become the next one.
+  std::copy_backward(slots.begins, slots.begins + blocks, slots.begins + blocks + 1);
+  slots.begins[0] = 0;
+}
+
+SparsePlan::Rows SparsePlan::AllocRows(ScratchFrame& frame) const {
+  const auto pointers = [&] { return frame.Alloc<const void*>(kSlotStep); };
+  const int64_t cols = pick_ ? shape.d + shape.dr + shape.dv : 0;
+  const auto bytes = static_cast<int64_t>(SizeOf(shape.compute));
+  return {pointers(),
+          pointers(),
+          pointers(),
+          0,
+          frame.Alloc<char>(kSlotStep * cols * bytes),
+          frame.Alloc<char>(kSlotStep * cols * bytes)};
+}
+
+void SparsePlan::PickRows(const TensorView& x, const SparseUnit& unit, const int32_t* rows, int64_t n, char* raw,
+                          char* out, const void** to) const {
+  const auto size = static_cast<int64_t>(SizeOf(x.dtype));
+  const auto wide = static_cast<int64_t>(SizeOf(shape.compute));
+  const int64_t cols = x.size[3];
+  const char* base = At(x.data, unit.batch * x.stride[0] + unit.kv_head * x.stride[2], size);
+  for (int64_t i = 0; i < n; ++i) {
+    std::memcpy(raw + i * cols * size, base + rows[i] * x.stride[1] * size, static_cast<size_t>(cols * size));
+    to[i] = out + i * cols * wide;
+  }
+  ConvertAll(Contiguous(raw, x.dtype, {n, cols}), Contiguous(out, shape.compute, {n, cols}));
+}
+
+void SparsePlan::PointTo(const SparseUnit& unit, const int32_t* rows, int64_t n, Rows* out) const {
+  out->n = n;
+  if (pick_) {
+    const int64_t step = kSlotStep * static_cast<int64_t>(SizeOf(shape.compute));
+    PickRows(in.k, unit, rows, n, out->raw, out->picked, out->k);
+    PickRows(in.v, unit, rows, n, out->raw, out->picked + step * shape.d, out->v);
+    if (shape.dr > 0) {
+      PickRows(in.k_rope, unit, rows, n, out->raw, out->picked + step * (shape.d + shape.dv), out->k_rope);
+    }
+    return;
+  }
+  const auto point = [&](const KeyRows& x, const void** to) {
+    const char* base = x.Base(unit.batch, unit.kv_head);
+    const int64_t step = x.RowBytes();
+    for (int64_t i = 0; i < n; ++i) to[i] = base + rows[i] * step;
+  };
+  point(k(), out->k);
+  point(v(), out->v);
+  if (shape.dr > 0) point(k_rope(), out->k_rope);
 }
 
 GemmOperand SparsePlan::Along(const TensorView& x, const SparseUnit& unit) const {
@@ -168,18 +250,23 @@ GemmOperand SparsePlan::Across(const TensorView& x, const SparseUnit& unit) cons
   return {along.data, along.dtype, along.k, along.rows, along.k_stride, along.row_stride};
 }
 
-void SparsePlan::PackLanes(const TensorView& x, const SparseUnit& unit, int64_t p, void* out) const {
+void SparsePlan::PackLanes(const TensorView& x, const SparseUnit& unit, void* out) const {
+  if (deep) {
+    const int64_t ld = RoundUp(x.size[3], width);
+    TensorView to = Contiguous(out, shape.compute, {RoundUp(shape.group, 4), ld});
+    std::memset(out, 0, static_cast<size_t>(to.numel()) * SizeOf(to.dtype));
+    to.size[0] = shape.group;
+    to.size[1] = x.size[3];
+    TensorView from = to;
+    from.dtype = x.dtype;
+    from.data = const_cast<void*>(Along(x, unit).data);
+    from.stride[0] = x.stride[2];
+    from.stride[1] = x.stride[3];
+    ConvertAll(from, to);
+    return;
+  }
   const GemmOperand operand = Along(x, unit);
-  gemm.pack_b({&operand, p * width, LanesOf(p), 0, x.size[3], PanelElements(x.size[3]), out});
-}
-
-void SparsePlan::Scores(const SparseUnit& unit, int64_t p, int64_t n, const void* const* k, const void* const* k_rope,
-                        void* work, void* scores) const {
-  PackLanes(in.q, unit, p, work);
-  products.dots({k, n, shape.d, work, LanesOf(p), scores, false});
-  if (shape.dr == 0) return;
-  PackLanes(in.q_rope, unit, p, work);
-  products.dots({k_rope, n, shape.dr, work, LanesOf(p), scores, true});
+  gemm.pack_b({&operand, 0, shape.group, 0, x.size[3], PanelElements(x.size[3]), out});
 }
 
 void SparsePlan::StoreHeads(const void* acc, int64_t ld, const TensorView& x, const SparseUnit& unit) const {

@@ -1,7 +1,9 @@
 // What forward and backward share: checked shapes, the slots of a query, keys as rows in the compute type.
 //
 // The unit of work is one query token with the heads that share a key head. Its heads are the lanes of panels
-// (simd/panel.h), its slots their rows.
+// (simd/panel.h), its slots their rows. Keys that are picked at random come from wherever they lie, a row at a time,
+// and from the last-level cache no faster than they are used. So keys go in blocks that stay in the second cache, and
+// units in groups that meet a block together: a unit's slots are sorted by block.
 #pragma once
 
 #include <vector>
@@ -14,6 +16,8 @@
 #include "simd/row_products.h"
 
 namespace jumar {
+
+inline constexpr int64_t kSlotStep = 512;
 
 struct SparseShape {
   DType dtype = DType::kF32;
@@ -52,30 +56,81 @@ class SparsePlan {
   const GemmKernel& gemm;
   const PanelKernel& panel;
   const RowProducts& products;
-  int64_t width;   // lanes of a panel
-  int64_t panels;  // that hold the heads of a unit
-  int64_t block;   // tokens that an id names, of those that exist
+  int64_t width;      // lanes of a panel
+  int64_t panels;     // that hold the heads of a unit
+  bool half;          // one vector, half a panel, holds them
+  bool deep;          // heads are so few that products of rows take columns as lanes
+  int64_t stride;     // of the rows of scores: width, or half of it
+  int64_t block;      // tokens that an id names, of those that exist
+  int64_t key_block;  // rows of a block of keys
+  int64_t blocks;
+  int64_t group_units;  // the most units of a group
 
+  // Units are numbered by batch entry, head of keys, query: in this order, neighbours meet the same keys.
   int64_t units() const { return shape.batch * shape.queries * shape.kv_heads; }
   SparseUnit Unit(int64_t index) const;
+  // Groups of neighbours among units [first, first + count), as many as keep all threads busy. No result depends on it.
+  std::vector<std::pair<int64_t, int64_t>> Groups(int64_t first, int64_t count) const;
   // The most slots that a unit has.
   int64_t MaxSlots() const { return shape.ids * block; }
-  // Writes the rows of k of the unit's slots, returns their number.
-  int64_t ListSlots(const SparseUnit& unit, int32_t* rows) const;
+  // The rows of k of a unit's slots, block by block: those of block b are rows[begins[b]] to rows[begins[b + 1]].
+  struct Slots {
+    int32_t* rows;
+    int64_t* begins;
+  };
+  Slots AllocSlots(ScratchFrame& frame) const {
+    return {frame.Alloc<int32_t>(MaxSlots()), frame.Alloc<int64_t>(blocks + 1)};
+  }
+  void ListSlots(const SparseUnit& unit, const Slots& slots) const;
+  int64_t Count(const Slots& slots) const { return slots.begins[blocks]; }
+  // Calls body(first, count) for slots [begin, end), at most kSlotStep at a time.
+  template <typename Body>
+  static void ForEachStep(int64_t begin, int64_t end, const Body& body) {
+    for (int64_t i = begin; i < end; i += kSlotStep) body(i, std::min(kSlotStep, end - i));
+  }
   const KeyRows& k() const { return k_; }
   const KeyRows& k_rope() const { return k_rope_; }
   const KeyRows& v() const { return same_ ? k_ : v_; }
-  void Pointers(const KeyRows& x, const SparseUnit& unit, const int32_t* rows, int64_t n, const void** out) const;
+  // Where a unit's keys and values lie, for the slots of a step: in all of them, or in `picked`, a widened copy of
+  // rows.
+  struct Rows {
+    const void** k;
+    const void** k_rope;
+    const void** v;
+    int64_t n;
+    char* raw;
+    char* picked;
+  };
+  Rows AllocRows(ScratchFrame& frame) const;
+  void PointTo(const SparseUnit& unit, const int32_t* rows, int64_t n, Rows* out) const;
 
   int64_t LanesOf(int64_t p) const { return std::min(width, shape.group - p * width); }
   // Heads of a unit as an operand: index = head, k = column (`across`: the other way).
   GemmOperand Along(const TensorView& x, const SparseUnit& unit) const;
   GemmOperand Across(const TensorView& x, const SparseUnit& unit) const;
-  // Columns of the heads of panel p of x, [columns, width].
-  void PackLanes(const TensorView& x, const SparseUnit& unit, int64_t p, void* out) const;
-  // scores [n, width] of panel p, before the scale. `work`: a panel of max(d, dr) columns.
-  void Scores(const SparseUnit& unit, int64_t p, int64_t n, const void* const* k, const void* const* k_rope, void* work,
-              void* scores) const;
+  // The heads of x as panels [columns, width]; if deep, as rows of whole vectors.
+  void PackLanes(const TensorView& x, const SparseUnit& unit, void* out) const;
+  int64_t LanesElements(int64_t columns) const {
+    return deep ? RoundUp(shape.group, 4) * RoundUp(columns, width) : panels * PanelElements(columns);
+  }
+  // scores [n, stride] of panel p (+)= rows * heads, packed by PackLanes.
+  template <typename C>
+  void Dots(int64_t p, const void* const* rows, int64_t n, int64_t columns, const C* heads, C* scores,
+            bool accumulate) const {
+    if (deep) {
+      if (!accumulate) std::fill_n(scores, n * stride, C(0));
+      products.deep_dots(
+          {rows, n, columns, heads, RoundUp(columns, width), RoundUp(shape.group, 4), scores, stride, accumulate});
+    } else {
+      products.dots({rows, n, columns, heads + p * PanelElements(columns), LanesOf(p), scores, accumulate, stride});
+    }
+  }
+  // scores [n, stride] of panel p, before the scale, of the packed heads of q and q_rope.
+  template <typename C>
+  void Scores(int64_t p, const Rows& rows, const C* q, const C* q_rope, C* scores) const {
+    Dots(p, rows.k, rows.n, shape.d, q, scores, false);
+    if (shape.dr > 0) Dots(p, rows.k_rope, rows.n, shape.dr, q_rope, scores, true);
+  }
   // Rows of `acc`, one head each, to x.
   void StoreHeads(const void* acc, int64_t ld, const TensorView& x, const SparseUnit& unit) const;
   int64_t PanelElements(int64_t columns) const { return gemm.PanelStride(gemm.nr, columns); }
@@ -86,14 +141,15 @@ class SparsePlan {
     int64_t limit = 0;
   };
   void CheckIds(const char* op) const;
-  int64_t Id(int64_t offset) const {
-    return in.indices.dtype == DType::kI32 ? in.indices.ptr<const int32_t>()[offset]
-                                           : in.indices.ptr<const int64_t>()[offset];
-  }
+  int64_t ListRows(const SparseUnit& unit, int32_t* rows) const;
+  void PickRows(const TensorView& x, const SparseUnit& unit, const int32_t* rows, int64_t n, char* raw, char* out,
+                const void** to) const;
 
   std::vector<Query> queries_;  // [B, S1]
+  // Keys and values in the compute type, or, where fewer rows than these are picked, as they are.
   KeyRows k_, k_rope_, v_;
   bool same_;  // value is key
+  bool pick_;
 };
 
 inline char* At(void* base, int64_t elements, int64_t bytes) { return static_cast<char*>(base) + elements * bytes; }
