@@ -191,6 +191,15 @@ def test_lengths_of_a_collator(monkeypatch):
     )  # fmt: skip
 
 
+def test_lengths_that_do_not_add_up_are_an_error():
+    batch = {"input_ids": torch.randint(3, 60, (1, 11)), "position_ids": torch.arange(11)[None]}
+    lengths = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "cu_seq_lens_k": torch.tensor([0, 4, 9])}
+    model = qwen3()
+    jumar.convert(model, NAME)
+    with pytest.raises(RuntimeError, match="npu_fusion_attention: actual_seq_qlen .*11"):
+        model(**batch, **lengths, use_cache=False)
+
+
 def test_a_lazy_mask_is_a_mask():
     made = masks.attention_mask(
         batch_size=2, q_length=4, kv_length=4, attention_mask=torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]])

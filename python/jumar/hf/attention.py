@@ -83,7 +83,8 @@ def attention_forward(
 
     Without a mask it is causal from the upper left or full, as ``sdpa`` decides, in sequences where ``cu_seq_lens_q`` and
     ``cu_seq_lens_k`` are given. ``s_aux``: one more score per head. Raises NotImplementedError where a layer with sinks
-    also has what the operator lacks, and where keys are chosen by indices.
+    also has what the operator lacks, and where keys are chosen by indices; the operator's RuntimeError where lengths do not
+    add up to the tokens.
     """
     if rest.get("indices") is not None:
         raise NotImplementedError(
@@ -140,7 +141,7 @@ def attention_forward(
             starts = rest["cu_seq_lens_q"], rest["cu_seq_lens_k"]
             band = attend.packed_band(query.device, None, starts[0] is starts[1]) if causal else {}
             return attend.packed(*tensors, tuple(t[1:].cpu() for t in starts), options | band), None
-        if ends is not None and ends[0][-1] == query.shape[0] * rows:
+        if ends is not None:
             band = attend.packed_band(query.device, None, ends[0] == ends[1]) if causal else {}
             return attend.packed(*tensors, ends, options | band), None
         if causal:
