@@ -26,6 +26,7 @@ def seen_by(call, queries: int, keys: int) -> torch.Tensor:
     seen = torch.zeros(queries, keys, dtype=torch.bool)
     q0 = k0 = 0
     for q1, k1 in zip(call.query_ends, call.key_ends, strict=True):
+        assert q0 <= q1 and k0 <= k1, "the operator refuses ends that go back"
         for i in range(q0, q1):
             end = k1 if not call.causal else k1 - (q1 - 1 - i)
             begin = k0 if call.window is None else max(k0, end - call.window)
@@ -87,6 +88,8 @@ def test_how_many_calls_a_mask_takes():
     assert call.query_ends == (2, 2, 6, 12) and call.key_ends == (0, 2, 6, 12)
     # On the right: the rows of padding see all keys, which are those of a call of their own.
     assert len(check(Ranges.causal(1, 6, 6).within(torch.tensor([[0]]), torch.tensor([[4]])))) == 2
+    # Rows that share some of their keys, but not all.
+    assert len(check(Ranges(torch.tensor([[0, 1]]), torch.tensor([[3, 5]]), 5))) == 2
     # One query after the other of a cache.
     (call,) = check(Ranges.causal(1, 1, 9, offset=4))
     assert call.key_ends == (5, 9)
