@@ -175,7 +175,21 @@ def test_twice_copies_and_revert():
         assert jumar.call_counts()["npu_fusion_attention"] == 2
         assert jumar.convert.revert(other) > 0
         assert other.config._attn_implementation == "sdpa"
-    assert model.config._attn_implementation == "npu_sdpa"
+    assert model.config._attn_implementation == attention.FUSED["sdpa"]
+
+
+@pytest.mark.parametrize("name", ["jumar", "npu_sdpa"])
+def test_revert_leaves_a_name_that_the_user_has_chosen(name):
+    model, ids = qwen3(attn_implementation=name), torch.ones(1, 5, dtype=torch.long)
+    report = jumar.kernelize(model)
+    assert {s.reason for s in report.skipped if s.converter == "npu_sdpa"} == {"already converted"}
+    for other in (copy.deepcopy(model), model):
+        assert jumar.convert.revert(other) > 0
+        assert other.config._attn_implementation == name
+        assert {m.config._attn_implementation for m in other.modules() if hasattr(m, "config")} == {name}
+        jumar.reset_call_counts()
+        other(input_ids=ids)
+        assert jumar.call_counts() == {"npu_fusion_attention": 2}
 
 
 def test_saves_without_a_trace(tmp_path):

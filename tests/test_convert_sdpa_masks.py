@@ -28,7 +28,7 @@ def test_causal_attention_builds_no_mask(monkeypatch):
 
     model = qwen3()
     jumar.convert(model, NAME)
-    transformers.AttentionInterface.register("npu_sdpa", spy)
+    transformers.AttentionInterface.register(attention.FUSED["sdpa"], spy)
     try:
         model(
             input_ids=torch.ones(2, 9, dtype=torch.long),

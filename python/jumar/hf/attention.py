@@ -23,22 +23,22 @@ from jumar.hf.masks import LazyMask, attention_mask
 from jumar.hf.traced_masks import TracedMask
 from jumar.masks import attend, functions
 
-#: Names of the fused attention, by the implementation that a model had before.
-FUSED = {"sdpa": "npu_sdpa", "eager": "npu_sdpa_sinks"}
-#: A name of the same for those who choose it themselves, by ``attn_implementation="jumar"``.
-PUBLIC = "jumar"
+#: Names of the fused attention that a conversion sets, by the implementation that a model had before.
+FUSED = {"sdpa": "npu_sdpa_for_sdpa", "eager": "npu_sdpa_for_eager"}
+#: Names of the same for those who choose it themselves, by ``attn_implementation="npu_sdpa"``; no conversion takes them back.
+PUBLIC = ("npu_sdpa", "jumar")
 #: Attributes of modules that stand for arithmetic the operator does not have.
 _EXTRAS = ("attn_logit_softcapping", "logit_softcapping")
 
 
 def original_of(name: str | None) -> str | None:
-    """What a fused name stands for, or None for another name."""
+    """What a name that a conversion has set stands for, or None for another name."""
     return next((original for original, fused in FUSED.items() if fused == name), None)
 
 
 def is_fused(name: str | None) -> bool:
     """Whether an implementation's name is one of those that are registered here."""
-    return name == PUBLIC or original_of(name) is not None
+    return name in PUBLIC or original_of(name) is not None
 
 
 def function_of(module: nn.Module) -> Any:
@@ -153,7 +153,7 @@ def register() -> None:
     """Makes the names of :data:`FUSED` and :data:`PUBLIC` known to transformers; twice is harmless."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    for name in (*FUSED.values(), PUBLIC):
+    for name in (*FUSED.values(), *PUBLIC):
         AttentionInterface.register(name, attention_forward)
         AttentionMaskInterface.register(name, attention_mask)
     traced_masks.register()
