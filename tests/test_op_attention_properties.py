@@ -155,3 +155,22 @@ def test_batch_entries_are_permuted_with_their_results(dtype, layout, heads, row
 
     plain, permuted = run([0, 1, 2]), run([2, 0, 1])
     assert all(torch.equal(a[[2, 0, 1]], b) for a, b in zip(plain, permuted, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 5, 5), (1, 1, 5, 5), (1, 1, 1, 5), (2, 1, 1, 5)])
+def test_pse_repeats_wherever_it_has_one_and_layouts_may_be_in_lower_case(shape):
+    """Not what the card takes: a bias of all heads, as masks of transformers are."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 5, 8, dtype=torch.float64, generator=gen).requires_grad_() for _ in range(3))
+    pse = torch.randn(shape, dtype=torch.float64, generator=gen).requires_grad_()
+    want = ((q @ k.transpose(-1, -2) + pse) * 0.3).softmax(-1) @ v
+    weight = torch.randn(want.shape, dtype=torch.float64, generator=gen)
+    layouts = {"bnsd": lambda t: t, "bsnd": lambda t: t.transpose(1, 2)}
+    layouts |= {"bsh": lambda t: t.transpose(1, 2).flatten(2), "sbh": lambda t: t.permute(2, 0, 1, 3).flatten(2)}
+    grads = torch.autograd.grad((want * weight).sum(), (q, k, v, pse))
+    for layout, lay in layouts.items():
+        out = ops.npu_fusion_attention(lay(q), lay(k), lay(v), 4, layout, pse=pse, scale=0.3)[0]
+        torch.testing.assert_close(out, lay(want))
+        got = torch.autograd.grad((out * lay(weight)).sum(), (q, k, v, pse))
+        for a, b in zip(got, grads, strict=True):
+            torch.testing.assert_close(a, b)

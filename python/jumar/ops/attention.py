@@ -60,10 +60,10 @@ def npu_fusion_attention(
 
     Args:
         query, key, value: fp32, bf16, fp16 or fp64, any strides, in the layout ``input_layout``: ``"BSH"``, ``"SBH"``,
-            ``"BNSD"``, ``"BSND"``, or ``"TND"`` for packed sequences. ``head_num``: heads of query, a multiple of those
+            ``"BNSD"``, ``"BSND"``, or ``"TND"`` for packed sequences, in upper or lower case. ``head_num``: heads of query, a multiple of those
             of key and value. value may have another head size.
-        pse: added to the scores before the scale: [B, N, Sq, Skv], [B, N, 1, Skv] or [1, N, Sq, Skv], query's dtype; or
-            compressed to the last 1024 rows of a bias of i - j alone (see the page), the only form for TND.
+        pse: added to the scores before the scale: [B, N, Sq, Skv] in query's dtype, with 1 for any of the first three
+            where it repeats (the card takes [B, N, 1, Skv] and [1, N, Sq, Skv] alone of these); or compressed to the last 1024 rows of a bias of i - j alone (see the page), the only form for TND.
         padding_mask: must be None, as on the card.
         atten_mask: bool or uint8, **1 hides** (the opposite of ``scaled_dot_product_attention``): [B, N, Sq, Skv],
             [B, 1, Sq, Skv], [1, 1, Sq, Skv], [Sq, Skv], or the compressed mask of ``sparse_mode``. **Without a mask,
@@ -76,7 +76,7 @@ def npu_fusion_attention(
         sparse_mode: 0 mask and band, 1 mask, 2 causal from the upper left, 3 causal from the lower right, 4 band from
             the lower right, 5 mask with prefix, 6 causal with prefix, 7 and 8 packed sequences one of which was cut.
         softmax_layout: for TND, ``"TND"`` orders the statistics as the shape says, ``""`` by heads first.
-        sink: [N] fp32, one more score per head without a value.
+        sink: [N] fp32 (fp64 for fp64), one more score per head without a value.
         inner_precise, gen_mask_parallel, sync: hints of the card, without effect.
 
     Returns:
