@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,10 @@ from jumar.titan.deepseek_v32 import SparseAttention, eager
 from jumar.titan.deepseek_v32.model import create_varlen_metadata_for_document
 from jumar.titan.dsa import FusedSparseAttention
 from jumar.titan.models import model_spec
+from jumar.train import JobError, mapping
+from jumar.train.job import load
 from jumar.verify.models import FACTOR, FLOOR
-from train_util import check_resumes, quickly, train_job, write_job
+from train_util import check_resumes, quickly, torchrun, train_job, write_job
 
 NAMES = ["npu_dsa", "npu_rms_norm", "npu_permute", "npu_gmm"]
 BATCH, LENGTH, HEADS, NOPE, ROPE, RANK, VALUE = 2, 41, 4, 12, 8, 20, 10
@@ -150,9 +153,6 @@ def test_only_models_with_an_indexer_match():
 
 def test_job_file():
     """The job that comes with the package: its lines go together, and replace every site."""
-    from jumar.train import mapping
-    from jumar.train.job import load
-
     job = load(str(Path(__file__).parents[1] / "configs" / "deepseek_v32_debug.toml"), [])
     assert (job["model"]["name"], job["model"]["flavor"]) == ("deepseek_v32", "debugmodel")
     assert job["model"]["converters"] == NAMES
@@ -227,3 +227,56 @@ def test_low_rank_adapters_reach_the_fused_attention(tmp_path):
     fused, plain = (_job(tmp_path / str(len(n)), *options, converters=n) for n in (NAMES, NAMES[2:]))
     assert fused["losses"] == pytest.approx(plain["losses"], rel=1e-5)
     assert fused["losses"][-1] != fused["losses"][0]
+    # Frozen indexers have no loss; wq_b is the name of a layer of theirs, too.
+    bare = _job(tmp_path / "bare", "lora.enable=true", "lora.target_modules=wkv_b,wo", "training.steps=1")
+    assert "indexer_loss" in fused["records"][0] and "indexer_loss" not in bare["records"][0]
+    with pytest.raises(JobError, match="model.indexer_stage: lora.target_modules names no layer of the indexers"):
+        _job(tmp_path / "no", "lora.enable=true", "lora.target_modules=wkv_b,wo", "model.indexer_stage=warmup")
+
+
+def test_a_warm_up_with_adapters_trains_those_of_the_indexers_alone(tmp_path):
+    job = load(str(write_job(tmp_path, NAMES)), ["model.name=deepseek_v32", "lora.enable=true", "model.indexer_stage=warmup"])
+    with torch.device("meta"):
+        model = mapping.model_spec(job).model.build()
+    trained = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert len(trained) == 3 * 3 * 2 and all(".indexer." in n and ".lora_" in n for n in trained)
+
+
+def test_a_warm_up_is_not_resumed_as_sparse_training(tmp_path):
+    saved = ["checkpoint.enable=true", "training.steps=1"]
+    _job(tmp_path, "model.indexer_stage=warmup", *saved)
+    with pytest.raises(JobError, match=r"was written with model = deepseek_v32 tiny \(warm-up of its indexers\), the job has"):
+        _job(tmp_path, *saved)
+    with pytest.raises(JobError, match="trains the indexers alone, and model.indexer_loss_coeff is 0"):
+        _job(tmp_path, "model.indexer_stage=warmup", "model.indexer_loss_coeff=0")
+
+
+LAYOUTS = {
+    "sharded": ["training.local_batch_size=2"],
+    "in parts": ["training.local_batch_size=1", "training.global_batch_size=4"],
+    "expert": ["training.local_batch_size=2", "parallelism.expert_parallel_degree=2"],
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", ["sparse", "warmup"])
+def test_two_processes(tmp_path, stage):
+    """One loss of the indexers and one gradient in every layout, and a resumed run goes on to the same."""
+    if not os.environ.get("JUMAR_LONG_TESTS"):
+        pytest.skip("long; set JUMAR_LONG_TESTS=1")
+    job = write_job(tmp_path, NAMES)
+    common = ["model.name=deepseek_v32", "training.seq_len=48", "lr_scheduler.total_steps=10", "checkpoint.enable=true"]
+    torchrun(job, *common, "checkpoint.create_seed_checkpoint=true", f"job.dump_folder={tmp_path / 'seed'}", processes=1)
+    common += [f"checkpoint.initial_load_path={tmp_path / 'seed/checkpoint/step-0'}", f"model.indexer_stage={stage}"]
+
+    def run(name: str, layout: str, steps: int) -> list[list[float]]:
+        options = [*common, *LAYOUTS[layout], f"training.steps={steps}", f"job.dump_folder={tmp_path / name}"]
+        records = torchrun(job, *options)["records"]
+        return [[r[key] for r in records] for key in ("loss", "indexer_loss", "grad_norm")]
+
+    whole = run("whole", "sharded", 4)
+    half = [run("half", "sharded", steps) for steps in (2, 4)]
+    assert [a + b for a, b in zip(*half, strict=True)] == whole
+    for layout in ("in parts", "expert"):
+        for found, expected in zip(run(layout, layout, 4), whole, strict=True):
+            assert found == pytest.approx(expected, rel=1e-4), layout

@@ -31,6 +31,13 @@ def absent(job: Job, model: str) -> JobError:
     return JobError(f"model.indexer_{name} = {value!r}: {model} has no indexers")
 
 
+def untrained(job: Job) -> JobError:
+    """The error of a job that gives keys of indexers, and has adapters on none of their layers."""
+    return JobError(
+        f"model.indexer_{next(iter(given(job)))}: lora.target_modules names no layer of the indexers, so nothing of them is trained"
+    )
+
+
 def stamp(job: Job) -> str:
     """What the name of a model in checkpoints ends with: another stage trains other parameters."""
     return " (warm-up of its indexers)" if job["model"]["indexer_stage"] == WARMUP else ""

@@ -57,15 +57,23 @@ def _balance(job: Job, spec: Any) -> None:
 
 
 def _indexers(job: Job, spec: Any) -> None:
-    """The stage of sparse attention's indexers and the weight of their loss, where the job gives them."""
+    """The stage of sparse attention's indexers and the weight of their loss; 0 where adapters leave them out."""
     given = indexers.given(job)
-    if not given:
+    if not given and not job["lora"]["enable"]:
         return
+    from torchtitan.models.common.linear import Linear
+
     from jumar.titan.deepseek_v32 import SparseAttention
 
     nodes = [node for _, node, _, _ in spec.model.traverse(SparseAttention.Config, recurse=True)]
-    if not nodes:
+    if given and not nodes:
         raise indexers.absent(job, f"{job['model']['name']} {spec.flavor}")
+    wanted = job["lora"]["target_modules"] if job["lora"]["enable"] else [ALL]
+    paths = [path for path, _, _, _ in spec.model.traverse(Linear.Config, recurse=True) if ".indexer." in path]
+    if nodes and wanted != [ALL] and not {path.rsplit(".", 1)[-1] for path in paths} & set(wanted):
+        if given and given.get("loss_coeff") != 0:
+            raise indexers.untrained(job)
+        given = {"loss_coeff": 0.0}
     for name, value in given.items():
         for node in nodes:
             setattr(node, name, value)

@@ -192,7 +192,8 @@ class DeepSeekV32Model(DeepSeekV3Model):
                 if degree > 1:
                     raise NotImplementedError(
                         f"deepseek_v32 has no {name} parallelism, its degree is {degree}; "
-                        f"set parallelism.{name}_parallel_degree to 1"
+                        f"set parallelism.{name}_parallel_degree to 1 and share the work out by data_parallel_shard_degree, "
+                        "expert_parallel_degree or pipeline_parallel_degree"
                     )
             compilation = getattr(config, "compile", None)
             if compilation is not None and compilation.enable and "model" in compilation.components:

@@ -164,7 +164,7 @@ def train_indexers(job: Job, model: nn.Module, report: Report) -> list[Meter]:
         for site in sites:
             site.operator = "npu_fusion_attention"  # what runs, and is counted
     if not learns(model):
-        raise JobError(f"{key}: lora.target_modules names no layer of the indexers, so nothing of them is trained")
+        raise indexers.untrained(job)
     names = {"stage": "stage", "loss_coeff": "coeff"}
     return dsa.train_indexers(model, **{names[name]: value for name, value in given.items()})
 
