@@ -29,7 +29,6 @@ constexpr int kRowsOfCall = 6;
 #endif
 constexpr int64_t kDepth = 256;  // k of a block: a panel of b stays in the first cache
 constexpr int64_t kRun = 128;    // rows whose columns are summed: their copy stays there too
-constexpr int64_t kAhead = 24;   // rows that are fetched ahead
 constexpr int64_t kLine = 64;
 
 // Asks for the lines of kRows rows at `at`. The addresses are read anew each time: there is no register to keep them
@@ -87,10 +86,10 @@ HWY_NOINLINE void Dots(const T* const* a, const T* b, int64_t b_step, int64_t kc
 }
 
 // c[r * ldc][two vectors] (+)= sum over k < n of a[k * a_step + r] * b(k), where b(k) are two vectors at rows[k] + col,
-// which go to `copy` as well (kFirst), or those of the copy.
+// which go to `copy` as well (kFirst), or those of the copy. `ahead`: the columns of the call that follows.
 template <int kRows, bool kFirst, typename T>
-HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t col, T* copy, int64_t n, T* c,
-                       int64_t ldc, bool accumulate) {
+HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t col, int64_t ahead, T* copy, int64_t n,
+                       T* c, int64_t ldc, bool accumulate) {
   const hn::ScalableTag<T> d;
   const size_t lanes = hn::Lanes(d);
 #define JUMAR_X(i)                           \
@@ -98,11 +97,13 @@ HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t
   [[maybe_unused]] auto hi##i = hn::Zero(d);
   JUMAR_PRODUCT_ROWS(JUMAR_X)
 #undef JUMAR_X
-  const auto step = [&](int64_t k) HWY_ATTR {
+  for (int64_t k = 0; k < n; ++k) {
     const T* b = kFirst ? rows[k] + col : copy;
     const auto b0 = hn::LoadU(d, b);
     const auto b1 = hn::LoadU(d, b + lanes);
     if constexpr (kFirst) {
+      hwy::Prefetch(rows[k] + ahead);
+      if (2 * lanes * sizeof(T) > kLine) hwy::Prefetch(rows[k] + ahead + lanes);
       hn::StoreU(b0, d, copy);
       hn::StoreU(b1, d, copy + lanes);
     }
@@ -116,15 +117,7 @@ HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t
 #undef JUMAR_X
     a += a_step;
     copy += 2 * lanes;
-  };
-  int64_t k = 0;
-  if constexpr (kFirst) {
-    for (; k + kAhead < n; ++k) {
-      hwy::Prefetch(rows[k + kAhead] + col);
-      step(k);
-    }
   }
-  for (; k < n; ++k) step(k);
 #define JUMAR_X(i)                                                            \
   if constexpr (i < kRows) {                                                  \
     T* to = c + i * ldc;                                                      \
@@ -191,7 +184,7 @@ auto DotsOf(int64_t rows) {
 
 template <bool kFirst, typename T>
 auto SumsOf(int64_t rows) {
-  using Ptr = void (*)(const T*, int64_t, const T* const*, int64_t, T*, int64_t, T*, int64_t, bool);
+  using Ptr = void (*)(const T*, int64_t, const T* const*, int64_t, int64_t, T*, int64_t, T*, int64_t, bool);
 #define JUMAR_X(i) &Sums<i + 1, kFirst, T>,
   static constexpr Ptr kTable[] = {JUMAR_PRODUCT_ROWS(JUMAR_X)};
 #undef JUMAR_X
@@ -270,7 +263,8 @@ void SumRows(const RowSums& x) {
       T* out = static_cast<T*>(x.out) + j;
       ForEachCall(x.lanes, [&](int64_t lane, int64_t count) HWY_ATTR {
         const auto kernel = lane == 0 && whole ? SumsOf<true, T>(count) : SumsOf<false, T>(count);
-        kernel(panel + lane, ld, rows + i, j, copy, run, out + lane * x.ld, x.ld, x.accumulate || i > 0);
+        const int64_t ahead = j + width < x.cols ? j + width : j;
+        kernel(panel + lane, ld, rows + i, j, ahead, copy, run, out + lane * x.ld, x.ld, x.accumulate || i > 0);
       });
     }
   }

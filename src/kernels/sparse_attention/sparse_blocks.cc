@@ -236,6 +236,8 @@ void SparsePlan::PointTo(const SparseUnit& unit, const int32_t* rows, int64_t n,
   };
   point(k(), out->k);
   point(v(), out->v);
+  // The sums go over columns, and want the first ones of all rows at once.
+  for (int64_t i = 0; i < n; ++i) __builtin_prefetch(out->v[i], 0, 2);
   if (shape.dr > 0) point(k_rope(), out->k_rope);
 }
 
