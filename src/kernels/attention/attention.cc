@@ -1,4 +1,6 @@
-// Forward: a task is a block of queries of all heads that share a key head, so that packed keys serve all of them.
+// Forward. A head of keys of a sequence (an item) is packed once for all its queries. Short ones, of which there are
+// many, are a task each: a thread packs a block of keys when it first needs it. Of long ones the keys are packed by all
+// threads, and a task is a block of queries of all heads that share the key head.
 #include "kernels/attention/attention.h"
 
 #include "base/parallel.h"
@@ -9,6 +11,7 @@ namespace jumar {
 namespace {
 
 constexpr int64_t kWaveBytes = 32 << 20;
+constexpr int64_t kOwnBytes = 4 << 20;    // packed keys and values that one thread keeps for itself
 constexpr int64_t kTaskElements = 32768;  // of the queries of a task, all heads of the group
 
 template <typename C>
@@ -16,7 +19,7 @@ class Forward {
  public:
   Forward(const AttentionPlan& plan, const TensorView& out, const TensorView& max, const TensorView& sum)
       : plan_(plan), out_(out), max_(max), sum_(sum) {
-    const int64_t row = plan.shape.group * std::max<int64_t>(plan.shape.d + plan.shape.rope, 64);
+    const int64_t row = plan.shape.group * std::max<int64_t>(plan.Columns(), 64);
     int64_t panels = std::max<int64_t>(1, kTaskElements / (row * plan.width));
     // Rows do not depend on each other: smaller tasks where there are too few for all threads.
     const auto tasks = [&] {
@@ -26,46 +29,82 @@ class Forward {
     };
     while (panels > 1 && tasks() < 2 * NumThreads()) panels = (panels + 1) / 2;
     task_rows_ = panels * plan.width;
-    const GemmKernel& gemm = plan.gemm;
-    k_stride_ = gemm.PanelStride(gemm.mr, plan.shape.d + plan.shape.rope);
-    v_stride_ = gemm.PanelStride(gemm.mr, plan.key_block);
-    v_panels_ = CeilDiv(plan.shape.dv, gemm.mr);
-    v_begin_ = plan.key_block / gemm.mr * k_stride_;
-    block_size_ = v_begin_ + v_panels_ * v_stride_;
+    key_panel_ = plan.PanelOf(plan.key_block);
+    v_begin_ = plan.Padded(plan.Columns()) / plan.width * key_panel_;
+    v_columns_ = plan.Padded(plan.shape.dv);
+    block_size_ = v_begin_ + v_columns_ / plan.width * key_panel_;
   }
 
-  // Heads of keys go in waves whose packed keys and values fit a few megabytes: packed by all threads, then used by
-  // all.
   void Run() {
-    std::vector<Item> wave;
-    int64_t bytes = 0;
+    std::vector<const AttentionSequence*> sequences;
+    double work = 0;
     for (const AttentionSequence& s : plan_.in.sequences) {
       if (s.q_len == 0) continue;
-      const int64_t blocks = CeilDiv(s.k_len, plan_.key_block);
-      const int64_t size = blocks * block_size_ * static_cast<int64_t>(sizeof(C));
+      sequences.push_back(&s);
+      work += Work(s);
+    }
+    // The longest first, so that all threads end together.
+    std::stable_sort(sequences.begin(), sequences.end(),
+                     [](const auto* a, const auto* b) { return Work(*a) > Work(*b); });
+    const double share = work * static_cast<double>(plan_.shape.kv_heads) / static_cast<double>(4 * NumThreads());
+    std::vector<Item> shared, own;
+    for (const AttentionSequence* s : sequences) {
+      const int64_t blocks = CeilDiv(s->k_len, plan_.key_block);
+      const bool alone = Bytes(blocks) <= kOwnBytes && Work(*s) <= share;
       for (int64_t h = 0; h < plan_.shape.kv_heads; ++h) {
-        if (bytes + size > kWaveBytes && !wave.empty()) {
-          Wave(wave);
-          wave.clear();
-          bytes = 0;
-        }
-        wave.push_back({&s, h, blocks, CeilDiv(s.q_len, task_rows_), nullptr, nullptr});
-        bytes += size;
+        (alone ? own : shared).push_back({s, h, blocks, CeilDiv(s->q_len, task_rows_), nullptr, nullptr});
       }
     }
-    if (!wave.empty()) Wave(wave);
+    Waves(shared);
+    ParallelChunks(static_cast<int64_t>(own.size()), [&](int64_t i) { Own(own[static_cast<size_t>(i)]); });
   }
 
  private:
-  // One head of keys of a sequence: its blocks of packed keys and values, and which blocks of values are finite.
+  enum class Packed : uint8_t { kNot, kFinite, kNotFinite };  // the latter two of a block's values
+
+  // One head of keys of a sequence and its blocks of packed keys and values.
   struct Item {
     const AttentionSequence* s;
     int64_t kv_head;
     int64_t key_blocks;
     int64_t query_blocks;
     C* packed;
-    bool* finite;
+    Packed* state;
   };
+
+  static double Work(const AttentionSequence& s) { return static_cast<double>(s.q_len) * static_cast<double>(s.k_len); }
+  int64_t Bytes(int64_t blocks) const { return blocks * block_size_ * static_cast<int64_t>(sizeof(C)); }
+
+  void Allocate(ScratchFrame& frame, Item& item) const {
+    item.packed = frame.Alloc<C>(item.key_blocks * block_size_);
+    item.state = frame.Alloc<Packed>(item.key_blocks);
+    std::fill_n(item.state, item.key_blocks, Packed::kNot);
+  }
+
+  void Own(Item item) {
+    ScratchFrame frame;
+    Allocate(frame, item);
+    for (int64_t row = 0; row < item.s->q_len; row += task_rows_) {
+      Block(item, row, std::min(task_rows_, item.s->q_len - row));
+    }
+  }
+
+  // Items go in waves whose packed keys and values fit a few megabytes: packed by all threads, then used by all.
+  void Waves(const std::vector<Item>& items) {
+    std::vector<Item> wave;
+    int64_t bytes = 0;
+    for (const Item& item : items) {
+      const int64_t size = Bytes(item.key_blocks);
+      if (bytes + size > kWaveBytes && !wave.empty()) {
+        Wave(wave);
+        wave.clear();
+        bytes = 0;
+      }
+      wave.push_back(item);
+      bytes += size;
+    }
+    if (!wave.empty()) Wave(wave);
+  }
 
   // Calls body(item, i) for all i below the item's `count`.
   template <typename F>
@@ -80,21 +119,8 @@ class Forward {
 
   void Wave(std::vector<Item>& wave) {
     ScratchFrame frame;
-    for (Item& item : wave) {
-      item.packed = frame.Alloc<C>(item.key_blocks * block_size_);
-      item.finite = frame.Alloc<bool>(item.key_blocks);
-    }
-    ForEach(wave, &Item::key_blocks, [&](const Item& item, int64_t block) {
-      const AttentionSequence& s = *item.s;
-      const int64_t key = block * plan_.key_block;
-      const int64_t n = std::min(plan_.key_block, s.k_len - key);
-      C* packed = item.packed + block * block_size_;
-      plan_.PackAlong(true, {plan_.in.k, plan_.in.k_rope, s.batch, item.kv_head, s.k_begin, s.k_len}, key, n, k_stride_,
-                      packed);
-      plan_.PackAcross(true, {plan_.in.v, {}, s.batch, item.kv_head, s.k_begin, s.k_len}, key, n, v_stride_,
-                       packed + v_begin_);
-      item.finite[block] = FinitePanels(plan_, packed + v_begin_, v_panels_, v_stride_, plan_.gemm.mr, n);
-    });
+    for (Item& item : wave) Allocate(frame, item);
+    ForEach(wave, &Item::key_blocks, [&](const Item& item, int64_t block) { PackKeys(item, block); });
     ForEach(wave, &Item::query_blocks, [&](const Item& item, int64_t task) {
       // Later queries of causal attention have more keys: they go first.
       const int64_t row = (item.query_blocks - 1 - task) * task_rows_;
@@ -102,28 +128,36 @@ class Forward {
     });
   }
 
+  void PackKeys(const Item& item, int64_t block) const {
+    const AttentionSequence& s = *item.s;
+    const int64_t key = block * plan_.key_block;
+    const int64_t n = std::min(plan_.key_block, s.k_len - key);
+    C* packed = item.packed + block * block_size_;
+    plan_.Pack({plan_.in.k, plan_.in.k_rope, s.batch, item.kv_head, s.k_begin}, key, n, key_panel_, packed);
+    plan_.Pack({plan_.in.v, {}, s.batch, item.kv_head, s.k_begin}, key, n, key_panel_, packed + v_begin_);
+    const bool finite = FiniteRows(plan_, packed + v_begin_, key_panel_, 0, n, plan_.shape.dv);
+    item.state[block] = finite ? Packed::kFinite : Packed::kNotFinite;
+  }
+
   struct Panel {
     int64_t head;
     int64_t row;
     int64_t rows;
-    PanelKeys keys;
   };
 
   void Block(const Item& item, int64_t row, int64_t rows) {
     const AttentionSequence& s = *item.s;
-    const int64_t kv_head = item.kv_head;
     const AttentionShape& shape = plan_.shape;
-    const GemmKernel& gemm = plan_.gemm;
     const int64_t width = plan_.width;
     std::vector<Panel> panels;
-    for (int64_t h = kv_head * shape.group; h < (kv_head + 1) * shape.group; ++h) {
-      for (int64_t r = 0; r < rows; r += width) panels.push_back({h, row + r, std::min(width, rows - r), {}});
+    for (int64_t h = item.kv_head * shape.group; h < (item.kv_head + 1) * shape.group; ++h) {
+      for (int64_t r = 0; r < rows; r += width) panels.push_back({h, row + r, std::min(width, rows - r)});
     }
     const auto count = static_cast<int64_t>(panels.size());
     ScratchFrame frame;
-    const int64_t q_stride = gemm.PanelStride(gemm.nr, shape.d + shape.rope);
-    const int64_t acc_stride = shape.dv * width;
-    C* q_packed = frame.Alloc<C>(count * q_stride);
+    const int64_t q_stride = RoundUp(plan_.Columns() * width, 64);
+    const int64_t acc_stride = v_columns_ * width;
+    C* q_turned = frame.Alloc<C>(count * q_stride);
     C* acc = frame.Alloc<C>(count * acc_stride);
     C* max = frame.Alloc<C>(count * width);
     C* sum = frame.Alloc<C>(count * width);
@@ -131,6 +165,7 @@ class Forward {
     C* scores = frame.Alloc<C>(plan_.key_block * width);
     C* keep = plan_.drops() ? frame.Alloc<C>(plan_.key_block * width) : nullptr;
     void* work = frame.AllocBytes(static_cast<size_t>(plan_.ScoreWorkBytes() + width * plan_.key_block * 8));
+    C* q_packed = frame.Alloc<C>(plan_.Padded(plan_.Columns()) / width * plan_.PanelOf(width));
     std::fill(acc, acc + count * acc_stride, C(0));
     for (int64_t i = 0; i < count; ++i) {
       const Panel& p = panels[static_cast<size_t>(i)];
@@ -138,47 +173,42 @@ class Forward {
       const C start = sink ? plan_.in.sink.ptr<C>()[p.head * plan_.in.sink.stride[0]] : C(kLowestScore);
       std::fill(max + i * width, max + (i + 1) * width, start);
       std::fill(sum + i * width, sum + (i + 1) * width, C(sink ? 1 : 0));
-      plan_.PackAlong(false, {plan_.in.q, plan_.in.q_rope, s.batch, p.head, s.q_begin, s.q_len}, p.row, p.rows,
-                      q_stride, q_packed + i * q_stride);
+      plan_.Pack({plan_.in.q, plan_.in.q_rope, s.batch, p.head, s.q_begin}, p.row, p.rows, plan_.PanelOf(width),
+                 q_packed);
+      plan_.Turn(q_packed, plan_.PanelOf(width), 0, p.rows, plan_.Columns(), q_turned + i * q_stride);
     }
-    const int64_t last = row + rows - 1;
-    const int64_t end = plan_.High(s, last);
+    const int64_t end = plan_.High(s, row + rows - 1);
     for (int64_t key = plan_.Low(s, row) / plan_.key_block * plan_.key_block; key < end; key += plan_.key_block) {
       const int64_t n = std::min(plan_.key_block, s.k_len - key);
-      const C* k_packed = item.packed + key / plan_.key_block * block_size_;
+      const int64_t at = key / plan_.key_block;
+      if (item.state[at] == Packed::kNot) PackKeys(item, at);
+      const bool finite = item.state[at] == Packed::kFinite;
+      const C* k_packed = item.packed + at * block_size_;
       const C* v_packed = k_packed + v_begin_;
-      const bool finite = item.finite[key / plan_.key_block];
       for (int64_t i = 0; i < count; ++i) {
-        Panel& p = panels[static_cast<size_t>(i)];
-        p.keys = plan_.Keys(s, p.head, p.row, p.rows, key, n);
-        if (!p.keys.any()) continue;
-        const bool scaled = plan_.Scores(s, p.head, p.row, p.rows, key, p.keys, k_packed, k_stride_,
-                                         q_packed + i * q_stride, scores, work);
-        C* visible = scores + p.keys.begin * width;
-        const int64_t keys = p.keys.end - p.keys.begin;
+        const Panel& p = panels[static_cast<size_t>(i)];
+        const PanelKeys keys = plan_.Keys(s, p.head, p.row, p.rows, key, n);
+        if (!keys.any()) continue;
+        const bool scaled = plan_.Scores(s, p.head, p.row, p.rows, key, keys, k_packed, key_panel_,
+                                         q_turned + i * q_stride, scores, work);
+        C* visible = scores + keys.begin * width;
+        const int64_t seen = keys.end - keys.begin;
+        C* sums = acc + i * acc_stride;
         if (plan_.panel.softmax(
-                {visible, keys, scaled ? 1.0 : plan_.in.scale, max + i * width, sum + i * width, rescale})) {
-          plan_.panel.scale_lanes(acc + i * acc_stride, shape.dv, rescale);
+                {visible, seen, scaled ? 1.0 : plan_.in.scale, max + i * width, sum + i * width, rescale})) {
+          plan_.products.scale_rows(sums, p.rows, v_columns_, v_columns_, rescale);
         }
         if (keep != nullptr) {
-          plan_.Keep(s, p.head, p.row, p.rows, key + p.keys.begin, keys, keep);
-          plan_.panel.multiply(visible, keys * width, keep);
+          plan_.Keep(s, p.head, p.row, p.rows, key + keys.begin, seen, keep);
+          plan_.panel.multiply(visible, seen * width, keep);
         }
-        GemmBlock block;
-        block.m = shape.dv;
-        block.n = width;
-        block.kc = keys;
-        block.a = v_packed + p.keys.begin * gemm.mr;
-        block.a_panel = v_stride_;
-        block.b = visible;
-        block.b_panel = 0;
-        block.c = acc + i * acc_stride;
-        block.ldc = width;
-        block.accumulate = true;
-        if (!finite && (p.keys.by_mask || p.keys.by_position)) {
-          MultiplySkippingZeros(gemm, block, false);
+        PanelTile tiles[kMaxTiles];
+        const int64_t tile_count = plan_.QueryTiles(s, p.row, p.rows, key, keys, tiles);
+        const PanelProduct product{scores, 0, v_packed, key_panel_, shape.dv, sums, v_columns_, true};
+        if (!finite && (keys.by_mask || keys.by_position)) {
+          MultiplySkippingZeros(plan_, false, product, tiles, tile_count);
         } else {
-          gemm.multiply_near(block);
+          plan_.products.by_columns(product, tiles, tile_count);
         }
       }
     }
@@ -189,10 +219,10 @@ class Forward {
 
   // Divides by the sums and stores; a row without keys has sum 0 and sums of products 0.
   void Finish(const AttentionSequence& s, const Panel& p, C* acc, const C* max, const C* sum, C* inverse) {
-    for (int64_t r = 0; r < plan_.width; ++r) inverse[r] = sum[r] == 0 ? C(0) : C(1) / sum[r];
-    plan_.panel.scale_lanes(acc, plan_.shape.dv, inverse);
+    for (int64_t r = 0; r < p.rows; ++r) inverse[r] = sum[r] == 0 ? C(0) : C(1) / sum[r];
+    plan_.products.scale_rows(acc, p.rows, v_columns_, v_columns_, inverse);
     const int64_t row = s.q_begin + p.row;
-    plan_.StoreLanes(acc, p.rows, out_, s.batch, p.head, row);
+    plan_.Store(acc, v_columns_, p.rows, out_, s.batch, p.head, row);
     for (int64_t r = 0; r < p.rows; ++r) {
       C* m = reinterpret_cast<C*>(Element(max_, s.batch, p.head, row + r));
       C* l = reinterpret_cast<C*>(Element(sum_, s.batch, p.head, row + r));
@@ -208,8 +238,8 @@ class Forward {
   const TensorView& max_;
   const TensorView& sum_;
   int64_t task_rows_;
-  // A packed block: panels of keys along d, then panels of values across.
-  int64_t k_stride_, v_stride_, v_panels_, v_begin_, block_size_;
+  // A packed block: keys, then values from v_begin_ on.
+  int64_t key_panel_, v_begin_, v_columns_, block_size_;
 };
 
 }  // namespace

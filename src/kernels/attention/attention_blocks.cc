@@ -1,6 +1,8 @@
 #include "kernels/attention/attention_blocks.h"
 
 #include <cmath>
+#include <tuple>
+#include <utility>
 
 #include "base/check.h"
 #include "base/widen.h"
@@ -81,8 +83,9 @@ AttentionPlan::AttentionPlan(const AttentionInputs& inputs, const AttentionShape
       shape(checked),
       gemm(ChooseGemmKernel(checked.compute, checked.compute)),
       panel(ChoosePanelKernel(checked.compute == DType::kF64)),
+      products(ChoosePanelProducts(checked.compute == DType::kF64)),
       width(panel.width),
-      key_block(132 / gemm.mr * gemm.mr) {
+      key_block(132 / products.tile_rows * products.tile_rows) {
   int64_t bits = 0;
   for (const AttentionSequence& s : in.sequences) {
     bit_offset_.push_back(bits);
@@ -94,7 +97,7 @@ PanelKeys AttentionPlan::KeysByPosition(const AttentionSequence& s, int64_t row,
                                         int64_t n) const {
   PanelKeys keys;
   const int64_t last = row + rows - 1;
-  keys.begin = std::clamp<int64_t>(Low(s, row) - key, 0, n) / gemm.mr * gemm.mr;
+  keys.begin = std::clamp<int64_t>(Low(s, row) - key, 0, n);
   keys.end = std::clamp<int64_t>(High(s, last) - key, 0, n);
   keys.by_position = Low(s, last) > key + keys.begin || High(s, row) < key + keys.end;
   return keys;
@@ -140,39 +143,68 @@ PanelKeys AttentionPlan::Keys(const AttentionSequence& s, int64_t head, int64_t 
   return ByMask(s, head, row, rows, key, keys);
 }
 
-GemmOperand AttentionPlan::Along(const Rows& from, const TensorView& x) const {
-  return {Element(x, from.batch, from.head, from.begin), x.dtype, from.length, x.size[3], x.stride[2], x.stride[3]};
+void AttentionPlan::Pack(const Rows& from, int64_t row, int64_t rows, int64_t panel_stride, void* out) const {
+  PanelRows p{};
+  p.rows = rows;
+  p.out = out;
+  p.panel = panel_stride;
+  for (const TensorView* x : {&from.x, &from.rope}) {
+    if (x->rank == 0) continue;
+    p.dtype = x->dtype;
+    p.x = Element(*x, from.batch, from.head, from.begin + row);
+    p.row_stride = x->stride[2];
+    p.col_stride = x->stride[3];
+    p.cols = x->size[3];
+    products.pack(p);
+    p.col += p.cols;
+  }
 }
 
-// `last`: the last row that is read. Where rows follow it, packers may read on past its end, in whole vectors.
-GemmOperand AttentionPlan::Across(const Rows& from, const TensorView& x, int64_t last) const {
-  const bool more = x.stride[3] == 1 && last + 1 < from.length && x.stride[2] >= gemm.nr;
-  return {Element(x, from.batch, from.head, from.begin),
-          x.dtype,
-          x.size[3] + (more ? gemm.nr : 0),
-          from.length,
-          x.stride[3],
-          x.stride[2]};
+void AttentionPlan::Turn(const void* packed, int64_t panel_stride, int64_t row, int64_t rows, int64_t cols,
+                         void* out) const {
+  for (int64_t c = 0; c < cols; c += width) {
+    const GemmOperand operand{
+        At(packed, c / width * panel_stride + row * width, ComputeBytes()), shape.compute, rows, width, width, 1};
+    gemm.pack_b({&operand, 0, rows, 0, std::min(width, cols - c), width * width, At(out, c * width, ComputeBytes())});
+  }
 }
 
-void AttentionPlan::PackAlong(bool a, const Rows& from, int64_t row, int64_t rows, int64_t stride, void* out) const {
-  const auto pack = a ? gemm.pack_a : gemm.pack_b;
-  const GemmOperand x = Along(from, from.x);
-  pack({&x, row, rows, 0, from.x.size[3], stride, out});
-  if (from.rope.rank == 0) return;
-  const GemmOperand rope = Along(from, from.rope);
-  const int64_t panel_width = a ? gemm.mr : gemm.nr;
-  pack({&rope, row, rows, 0, from.rope.size[3], stride, At(out, from.x.size[3] * panel_width, ComputeBytes())});
+namespace {
+
+// [begin, end) in as few tiles as there can be, of nearly one size: few rows do not fill the pipelines.
+template <typename F>
+int64_t EvenTiles(int64_t begin, int64_t end, int64_t limit, PanelTile* tiles, const F& sees) {
+  const EvenPanels even(end - begin, limit);
+  int64_t count = 0;
+  for (int64_t row = begin; row < end; ++count) {
+    PanelTile& tile = tiles[count];
+    tile.row = row;
+    tile.rows = even.rows + (count < even.longer ? 1 : 0);
+    row += tile.rows;
+    std::tie(tile.begin, tile.end) = sees(tile);
+  }
+  return count;
 }
 
-void AttentionPlan::PackAcross(bool a, const Rows& from, int64_t row, int64_t rows, int64_t stride, void* out) const {
-  const auto pack = a ? gemm.pack_a : gemm.pack_b;
-  const GemmOperand x = Across(from, from.x, row + rows - 1);
-  pack({&x, 0, from.x.size[3], row, rows, stride, out});
-  if (from.rope.rank == 0) return;
-  const GemmOperand rope = Across(from, from.rope, row + rows - 1);
-  const int64_t panels = CeilDiv(from.x.size[3], a ? gemm.mr : gemm.nr);
-  pack({&rope, 0, from.rope.size[3], row, rows, stride, At(out, panels * stride, ComputeBytes())});
+}  // namespace
+
+int64_t AttentionPlan::QueryTiles(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key,
+                                  const PanelKeys& keys, PanelTile* tiles) const {
+  return EvenTiles(0, rows, products.tile_rows, tiles, [&](const PanelTile& t) {
+    return std::pair(std::max(keys.begin, Low(s, row + t.row) - key),
+                     std::min(keys.end, High(s, row + t.row + t.rows - 1) - key));
+  });
+}
+
+int64_t AttentionPlan::KeyTiles(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key, int64_t begin,
+                                int64_t end, PanelTile* tiles) const {
+  return EvenTiles(begin, end, products.tile_rows, tiles, [&](const PanelTile& t) {
+    const int64_t first = key + t.row;
+    const int64_t last = first + t.rows - 1;
+    // Query i sees keys from i + low on, up to i + high or the prefix.
+    const int64_t from = first < s.prefix ? 0 : first - s.high;
+    return std::pair(std::max<int64_t>(0, from - row), std::min(rows, last - s.low + 1 - row));
+  });
 }
 
 int64_t AttentionPlan::ScoreWorkBytes() const {
@@ -180,28 +212,25 @@ int64_t AttentionPlan::ScoreWorkBytes() const {
   return (3 * tile + 2 * width) * static_cast<int64_t>(ComputeBytes());
 }
 
+void AttentionPlan::Dots(const PanelKeys& keys, int64_t rows, int64_t depth, const void* packed, int64_t panel_stride,
+                         const void* turned, void* panel_out) const {
+  PanelTile tiles[kMaxTiles];
+  const int64_t count = EvenTiles(keys.begin, keys.end, products.tile_rows, tiles,
+                                  [&](const PanelTile&) { return std::pair<int64_t, int64_t>(0, depth); });
+  products.by_rows({packed, panel_stride, turned, 0, rows, panel_out, width, false}, tiles, count);
+}
+
 bool AttentionPlan::Scores(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key,
-                           const PanelKeys& keys, const void* k_packed, int64_t k_stride, const void* q_packed,
+                           const PanelKeys& keys, const void* packed, int64_t panel_stride, const void* turned,
                            void* scores, void* work) const {
   const size_t bytes = ComputeBytes();
   const int64_t n = keys.end - keys.begin;
-  GemmBlock block;
-  block.m = n;
-  block.n = width;
-  block.kc = shape.d + shape.rope;
-  block.a = At(k_packed, keys.begin / gemm.mr * k_stride, bytes);
-  block.a_panel = k_stride;
-  block.b = q_packed;
-  block.b_panel = 0;
-  block.c = At(scores, keys.begin * width, bytes);
-  block.ldc = width;
-  block.accumulate = false;
-  gemm.multiply_near(block);
+  Dots(keys, rows, Columns(), packed, panel_stride, turned, scores);
   if (!keys.by_position && !keys.by_mask && in.pse.rank == 0) return false;
 
   const int64_t tile = gemm.PanelStride(static_cast<int>(width), key_block);
   PanelMask m{};
-  m.scores = block.c;
+  m.scores = At(scores, keys.begin * width, bytes);
   m.n = n;
   m.key = key + keys.begin;
   m.scale = in.scale;
@@ -306,28 +335,18 @@ void AttentionPlan::PackPse(const AttentionSequence& s, int64_t head, int64_t ro
   pack({numbers, x.dtype, rows, n, n, 1});
 }
 
-void AttentionPlan::StoreLanes(const void* acc, int64_t rows, const TensorView& out, int64_t batch, int64_t head,
-                               int64_t row) const {
-  // Packing turns lanes into rows of nr columns.
-  ScratchFrame frame;
-  const int64_t cols = out.size[3];
-  const int64_t stride = gemm.PanelStride(gemm.nr, width);
-  const int64_t panels = CeilDiv(cols, gemm.nr);
-  void* turned = frame.AllocBytes(static_cast<size_t>(panels * stride) * ComputeBytes());
-  const GemmOperand operand{acc, shape.compute, cols, rows, width, 1};
-  gemm.pack_b({&operand, 0, cols, 0, rows, stride, turned});
-  for (int64_t p = 0; p < panels; ++p) {
-    GemmStore store{};
-    store.acc = At(turned, p * stride, ComputeBytes());
-    store.ld_acc = gemm.nr;
-    store.m = rows;
-    store.n = std::min<int64_t>(gemm.nr, cols - p * gemm.nr);
-    store.out = At(Element(out, batch, head, row), p * gemm.nr * out.stride[3], SizeOf(out.dtype));
-    store.dtype = out.dtype;
-    store.row_stride = out.stride[2];
-    store.col_stride = out.stride[3];
-    gemm.store(store);
-  }
+void AttentionPlan::Store(const void* sums, int64_t ld, int64_t rows, const TensorView& out, int64_t batch,
+                          int64_t head, int64_t row) const {
+  GemmStore store{};
+  store.acc = sums;
+  store.ld_acc = ld;
+  store.m = rows;
+  store.n = out.size[3];
+  store.out = Element(out, batch, head, row);
+  store.dtype = out.dtype;
+  store.row_stride = out.stride[2];
+  store.col_stride = out.stride[3];
+  gemm.store(store);
 }
 
 void AttentionPlan::Keep(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n,
@@ -365,35 +384,35 @@ void AttentionPlan::Keep(const AttentionSequence& s, int64_t head, int64_t row, 
 namespace {
 
 template <typename T>
-void SkipZeros(const GemmKernel& kernel, const GemmBlock& block, bool zero_in_a) {
-  const T* a = static_cast<const T*>(block.a);
-  const T* b = static_cast<const T*>(block.b);
-  T* c = static_cast<T*>(block.c);
-  for (int64_t i = 0; i < block.m; ++i) {
-    const T* row = a + i / kernel.mr * block.a_panel + i % kernel.mr;
-    for (int64_t j = 0; j < block.n; ++j) {
-      const T* column = b + j / kernel.nr * block.b_panel + j % kernel.nr;
+void SkipZeros(int64_t width, bool by_rows, const PanelProduct& x, const PanelTile& tile) {
+  const T* a = static_cast<const T*>(x.a);
+  const T* b = static_cast<const T*>(x.b);
+  T* c = static_cast<T*>(x.c);
+  for (int64_t i = tile.row; i < tile.row + tile.rows; ++i) {
+    for (int64_t j = 0; j < x.n; ++j) {
       T sum = 0;
-      for (int64_t k = 0; k < block.kc; ++k) {
-        const T x = row[k * kernel.mr];
-        const T y = column[k * kernel.nr];
-        if ((zero_in_a ? x : y) != 0) sum += x * y;
+      for (int64_t k = tile.begin; k < tile.end; ++k) {
+        const T left = by_rows ? a[k / width * x.a_panel + i * width + k % width] : a[k * width + i];
+        if (left != 0) sum += left * b[j / width * x.b_panel + k * width + j % width];
       }
-      c[i * block.ldc + j] += sum;
+      c[i * x.ldc + j] += sum;
     }
   }
 }
 
 }  // namespace
 
-void MultiplySkippingZeros(const GemmKernel& kernel, const GemmBlock& block, bool zero_in_a) {
-  kernel.acc == DType::kF64 ? SkipZeros<double>(kernel, block, zero_in_a) : SkipZeros<float>(kernel, block, zero_in_a);
+void MultiplySkippingZeros(const AttentionPlan& plan, bool by_rows, const PanelProduct& x, const PanelTile* tiles,
+                           int64_t count) {
+  const auto skip = plan.shape.compute == DType::kF64 ? &SkipZeros<double> : &SkipZeros<float>;
+  for (int64_t t = 0; t < count; ++t) skip(plan.width, by_rows, x, tiles[t]);
 }
 
-bool FinitePanels(const AttentionPlan& plan, const void* packed, int64_t panels, int64_t stride, int64_t width,
-                  int64_t kc) {
-  for (int64_t p = 0; p < panels; ++p) {
-    if (!plan.panel.finite(At(packed, p * stride, plan.ComputeBytes()), kc * width)) return false;
+bool FiniteRows(const AttentionPlan& plan, const void* packed, int64_t panel_stride, int64_t row, int64_t rows,
+                int64_t cols) {
+  for (int64_t c = 0; c < cols; c += plan.width) {
+    const void* first = At(packed, c / plan.width * panel_stride + row * plan.width, plan.ComputeBytes());
+    if (!plan.panel.finite(first, rows * plan.width)) return false;
   }
   return true;
 }

@@ -2,7 +2,10 @@
 //
 // Keys go in blocks of a fixed length, queries in panels of one vector pair (simd/panel.h). For each panel and
 // block the keys [begin, end) that some query of the panel may see are known before anything is computed; the rest is
-// skipped.
+// skipped. Products of tiles of scores with rows skip what each of their tiles does not see.
+//
+// Rows of q, k, v and dy are packed as panel matrices (simd/panel_products.h), where the columns of a rope follow the
+// others; what a panel of scores is multiplied from is turned besides: q and dy of its queries, [columns, width].
 #pragma once
 
 #include <algorithm>
@@ -11,6 +14,7 @@
 #include "kernels/attention/attention.h"
 #include "kernels/gemm/gemm_kernel.h"
 #include "simd/panel.h"
+#include "simd/panel_products.h"
 
 namespace jumar {
 
@@ -47,8 +51,9 @@ class AttentionPlan {
   const AttentionShape& shape;
   const GemmKernel& gemm;
   const PanelKernel& panel;
+  const PanelProducts& products;
   int64_t width;      // queries of a panel
-  int64_t key_block;  // keys of a block, a multiple of gemm.mr
+  int64_t key_block;  // keys of a block
 
   int64_t Low(const AttentionSequence& s, int64_t i) const { return std::clamp<int64_t>(i + s.low, 0, s.k_len); }
   int64_t High(const AttentionSequence& s, int64_t i) const {
@@ -58,31 +63,44 @@ class AttentionPlan {
   PanelKeys Keys(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n) const;
   PanelKeys KeysByPosition(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key, int64_t n) const;
 
-  // Packs rows [row, row + rows) of the `length` rows of one head that begin at row `begin` of it, by gemm.pack_a or
-  // pack_b. Along: panels of rows, the columns of x and then those of `rope` are k. Across: panels of columns, those of
-  // `rope` begin a panel of their own; rows are k. rope: rank 0 for none.
+  // Rows [begin, ..) of one head of x, and of its rope; rope: rank 0 for none.
   struct Rows {
     const TensorView& x;
     const TensorView& rope;
-    int64_t batch, head, begin, length;
+    int64_t batch, head, begin;
   };
-  void PackAlong(bool a, const Rows& from, int64_t row, int64_t rows, int64_t stride, void* out) const;
-  void PackAcross(bool a, const Rows& from, int64_t row, int64_t rows, int64_t stride, void* out) const;
-  // Columns of q and k with their ropes where each begins a panel of `panel_width`.
-  int64_t PaddedColumns(int64_t panel_width) const {
-    return RoundUp(shape.d, panel_width) + RoundUp(shape.rope, panel_width);
-  }
+  // Packs rows [row, row + rows) as a panel matrix.
+  void Pack(const Rows& from, int64_t row, int64_t rows, int64_t panel_stride, void* out) const;
+  // Rows [row, row + rows) of a packed matrix with `cols` columns, at most `width` of them, as [cols, width].
+  void Turn(const void* packed, int64_t panel_stride, int64_t row, int64_t rows, int64_t cols, void* out) const;
+  // Elements of a panel of a matrix of so many rows.
+  int64_t PanelOf(int64_t rows) const { return RoundUp(rows * width, 64) + 64; }
+  int64_t Columns() const { return shape.d + shape.rope; }
+  int64_t Padded(int64_t columns) const { return RoundUp(columns, width); }
 
-  // scores of keys [keys.begin, keys.end): product, mask, pse. `hide` and `pse` are work space of key_block * width.
-  // True if scores are scaled already.
+  // The queries [0, rows) from query `row` on, as rows of a product that sums over the keys [keys.begin, keys.end) of
+  // the block at `key`: which keys each tile sees. Returns the number of tiles.
+  int64_t QueryTiles(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key, const PanelKeys& keys,
+                     PanelTile* tiles) const;
+  // The keys [begin, end) of the block at `key`, as rows of a product that sums over the queries [row, row + rows):
+  // which of them, counted from `row`, each tile sees.
+  int64_t KeyTiles(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key, int64_t begin, int64_t end,
+                   PanelTile* tiles) const;
+
+  // panel[key, query] for keys [keys.begin, keys.end): products of packed rows of keys and turned rows of queries over
+  // `depth` columns.
+  void Dots(const PanelKeys& keys, int64_t rows, int64_t depth, const void* packed, int64_t panel_stride,
+            const void* turned, void* panel) const;
+  // scores of keys [keys.begin, keys.end): products, mask, pse. True if scores are scaled already.
   bool Scores(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, const PanelKeys& keys,
-              const void* k_packed, int64_t k_stride, const void* q_packed, void* scores, void* work) const;
+              const void* packed, int64_t panel_stride, const void* turned, void* scores, void* work) const;
   int64_t ScoreWorkBytes() const;
   void Keep(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n,
             void* keep) const;
 
-  // out rows [row, row + rows) of a head from `acc` [columns of out, width], one query a lane.
-  void StoreLanes(const void* acc, int64_t rows, const TensorView& out, int64_t batch, int64_t head, int64_t row) const;
+  // Rows [row, row + rows) of a head of `out` from sums in rows of `ld`.
+  void Store(const void* sums, int64_t ld, int64_t rows, const TensorView& out, int64_t batch, int64_t head,
+             int64_t row) const;
 
   size_t ComputeBytes() const { return SizeOf(shape.compute); }
   bool drops() const { return in.dropout.keep_prob < 1; }
@@ -93,18 +111,20 @@ class AttentionPlan {
                int64_t stride, void* numbers, void* out) const;
   PanelKeys ByMask(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key,
                    PanelKeys keys) const;
-  GemmOperand Along(const Rows& from, const TensorView& x) const;
-  GemmOperand Across(const Rows& from, const TensorView& x, int64_t last) const;
   std::vector<int64_t> bit_offset_;  // first bit of each sequence in dropout.bits
 };
 
-// c += a * b of a block as GemmKernel::multiply does it with accumulate, without the products whose factor in b (in a,
-// with `zero_in_a`) is 0: what lies beside a hidden key may be NaN.
-void MultiplySkippingZeros(const GemmKernel& kernel, const GemmBlock& block, bool zero_in_a);
+// Tiles of one product, at most.
+inline constexpr int64_t kMaxTiles = 64;
 
-// Whether the first kc values of all `panels` packed panels are finite.
-bool FinitePanels(const AttentionPlan& plan, const void* packed, int64_t panels, int64_t stride, int64_t width,
-                  int64_t kc);
+// x.c += a * b as PanelProducts does it with `accumulate`, without the products whose factor in a is 0: what lies
+// beside a hidden key may be NaN.
+void MultiplySkippingZeros(const AttentionPlan& plan, bool by_rows, const PanelProduct& x, const PanelTile* tiles,
+                           int64_t count);
+
+// Whether rows [row, row + rows) of a packed matrix are finite.
+bool FiniteRows(const AttentionPlan& plan, const void* packed, int64_t panel_stride, int64_t row, int64_t rows,
+                int64_t cols);
 
 inline char* At(void* base, int64_t elements, size_t bytes) {
   return static_cast<char*>(base) + elements * static_cast<int64_t>(bytes);

@@ -25,39 +25,6 @@ void Gather(const char* from, int64_t row_stride, int64_t col_stride, int64_t ro
   }
 }
 
-void FillDelta(const AttentionPlan& plan, const TensorView& dy, const TensorView& out, const TensorView& delta) {
-  constexpr int64_t kRows = 64;
-  const int64_t blocks = CeilDiv(out.size[2], kRows);
-  const int64_t cols = out.size[3];
-  const size_t bytes = SizeOf(out.dtype);
-  ParallelFor(out.size[0] * out.size[1] * blocks, 4, [&](int64_t begin, int64_t end) {
-    ScratchFrame frame;
-    char* buffer[2] = {};
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i % blocks * kRows;
-      const int64_t rows = std::min(kRows, out.size[2] - row);
-      const int64_t head = i / blocks % out.size[1];
-      const int64_t batch = i / blocks / out.size[1];
-      const void* data[2];
-      int64_t stride[2];
-      for (int x = 0; x < 2; ++x) {
-        const TensorView& view = x == 0 ? dy : out;
-        data[x] = Element(view, batch, head, row);
-        stride[x] = view.stride[2];
-        if (view.stride[3] == 1) continue;
-        if (buffer[x] == nullptr) {
-          buffer[x] = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(kRows * cols) * bytes));
-        }
-        Gather(static_cast<const char*>(data[x]), view.stride[2], view.stride[3], rows, cols, bytes, buffer[x]);
-        data[x] = buffer[x];
-        stride[x] = cols;
-      }
-      plan.panel.dot_rows(out.dtype, data[0], stride[0], data[1], stride[1], rows, cols,
-                          Element(delta, batch, head, row));
-    }
-  });
-}
-
 // -sum over rows of exp(sink - max) / sum * delta.
 template <typename C>
 void SinkGradient(const AttentionPlan& plan, const TensorView& max, const TensorView& sum, const TensorView& delta,
@@ -117,6 +84,33 @@ void SumPse(const AttentionPlan& plan, const TensorView& parts, const TensorView
 
 }  // namespace
 
+void FillDelta(const AttentionGradients& g, int64_t batch, int64_t head, int64_t row, int64_t rows) {
+  constexpr int64_t kRows = 64;
+  const int64_t cols = g.out.size[3];
+  const size_t bytes = SizeOf(g.out.dtype);
+  ScratchFrame frame;
+  char* buffer[2] = {};
+  for (const int64_t end = row + rows; row < end; row += kRows) {
+    rows = std::min(kRows, end - row);
+    const void* data[2];
+    int64_t stride[2];
+    for (int x = 0; x < 2; ++x) {
+      const TensorView& view = x == 0 ? g.dy : g.out;
+      data[x] = Element(view, batch, head, row);
+      stride[x] = view.stride[2];
+      if (view.stride[3] == 1) continue;
+      if (buffer[x] == nullptr) {
+        buffer[x] = static_cast<char*>(frame.AllocBytes(static_cast<size_t>(kRows * cols) * bytes));
+      }
+      Gather(static_cast<const char*>(data[x]), view.stride[2], view.stride[3], rows, cols, bytes, buffer[x]);
+      data[x] = buffer[x];
+      stride[x] = cols;
+    }
+    g.plan.panel.dot_rows(g.out.dtype, data[0], stride[0], data[1], stride[1], rows, cols,
+                          Element(g.delta, batch, head, row));
+  }
+}
+
 void AttentionBackward(const char* op, const AttentionInputs& in, const TensorView& dy, const TensorView& out,
                        const TensorView& max, const TensorView& sum, const AttentionGrads& grads) {
   const AttentionShape shape = CheckAttention(op, in, out, max, sum);
@@ -136,7 +130,6 @@ void AttentionBackward(const char* op, const AttentionInputs& in, const TensorVi
   const bool f64 = shape.compute == DType::kF64;
   ScratchFrame frame;
   const TensorView delta = Delta(plan, frame);
-  FillDelta(plan, dy, out, delta);
   TensorView parts;
   const bool needs_pse = grads.dpse.rank != 0;
   if (needs_pse) {
@@ -150,7 +143,7 @@ void AttentionBackward(const char* op, const AttentionInputs& in, const TensorVi
     parts = Contiguous(data, shape.compute, sizes);
     if (sizes[2] == 1) parts.stride[2] = 0;
   }
-  AttentionBackwardTasks({plan, dy, max, sum, delta, grads, needs_pse ? &parts : nullptr});
+  AttentionBackwardTasks({plan, dy, out, max, sum, delta, grads, needs_pse ? &parts : nullptr});
   if (needs_pse) f64 ? SumPse<double>(plan, parts, grads.dpse) : SumPse<float>(plan, parts, grads.dpse);
   if (grads.dsink.rank != 0) {
     like("dsink", grads.dsink, in.sink);
