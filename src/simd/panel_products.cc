@@ -67,9 +67,8 @@ HWY_NOINLINE void Product(const T* HWY_RESTRICT a, int64_t a_panel, int64_t begi
     b += width;
   };
   const auto run = [&](int64_t count) HWY_ATTR {
-    for (; count >= 4; count -= 4) {
-      step();
-      step();
+    // Not more: the compiler would run out of registers.
+    for (; count >= 2; count -= 2) {
       step();
       step();
     }

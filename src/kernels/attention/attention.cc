@@ -30,7 +30,7 @@ class Forward {
     while (panels > 1 && tasks() < 2 * NumThreads()) panels = (panels + 1) / 2;
     task_rows_ = panels * plan.width;
     key_panel_ = plan.PanelOf(plan.key_block);
-    v_begin_ = plan.Padded(plan.Columns()) / plan.width * key_panel_;
+    v_begin_ = plan.DotKeys(plan.Columns());
     v_columns_ = plan.Padded(plan.shape.dv);
     block_size_ = v_begin_ + v_columns_ / plan.width * key_panel_;
   }
@@ -133,7 +133,7 @@ class Forward {
     const int64_t key = block * plan_.key_block;
     const int64_t n = std::min(plan_.key_block, s.k_len - key);
     C* packed = item.packed + block * block_size_;
-    plan_.Pack({plan_.in.k, plan_.in.k_rope, s.batch, item.kv_head, s.k_begin}, key, n, key_panel_, packed);
+    plan_.PackDotKeys({plan_.in.k, plan_.in.k_rope, s.batch, item.kv_head, s.k_begin}, key, n, packed);
     plan_.Pack({plan_.in.v, {}, s.batch, item.kv_head, s.k_begin}, key, n, key_panel_, packed + v_begin_);
     const bool finite = FiniteRows(plan_, packed + v_begin_, key_panel_, 0, n, plan_.shape.dv);
     item.state[block] = finite ? Packed::kFinite : Packed::kNotFinite;
@@ -155,7 +155,7 @@ class Forward {
     }
     const auto count = static_cast<int64_t>(panels.size());
     ScratchFrame frame;
-    const int64_t q_stride = RoundUp(plan_.Columns() * width, 64);
+    const int64_t q_stride = plan_.DotQueries(plan_.Columns());
     const int64_t acc_stride = v_columns_ * width;
     C* q_turned = frame.Alloc<C>(count * q_stride);
     C* acc = frame.Alloc<C>(count * acc_stride);
@@ -173,9 +173,9 @@ class Forward {
       const C start = sink ? plan_.in.sink.ptr<C>()[p.head * plan_.in.sink.stride[0]] : C(kLowestScore);
       std::fill(max + i * width, max + (i + 1) * width, start);
       std::fill(sum + i * width, sum + (i + 1) * width, C(sink ? 1 : 0));
-      plan_.Pack({plan_.in.q, plan_.in.q_rope, s.batch, p.head, s.q_begin}, p.row, p.rows, plan_.PanelOf(width),
-                 q_packed);
-      plan_.Turn(q_packed, plan_.PanelOf(width), 0, p.rows, plan_.Columns(), q_turned + i * q_stride);
+      const AttentionPlan::Rows q{plan_.in.q, plan_.in.q_rope, s.batch, p.head, s.q_begin};
+      if (plan_.dots == nullptr) plan_.Pack(q, p.row, p.rows, plan_.PanelOf(width), q_packed);
+      plan_.PackDotQueries(q, p.row, p.rows, q_packed, plan_.PanelOf(width), 0, q_turned + i * q_stride);
     }
     const int64_t end = plan_.High(s, row + rows - 1);
     for (int64_t key = plan_.Low(s, row) / plan_.key_block * plan_.key_block; key < end; key += plan_.key_block) {
@@ -189,8 +189,8 @@ class Forward {
         const Panel& p = panels[static_cast<size_t>(i)];
         const PanelKeys keys = plan_.Keys(s, p.head, p.row, p.rows, key, n);
         if (!keys.any()) continue;
-        const bool scaled = plan_.Scores(s, p.head, p.row, p.rows, key, keys, k_packed, key_panel_,
-                                         q_turned + i * q_stride, scores, work);
+        const bool scaled =
+            plan_.Scores(s, p.head, p.row, p.rows, key, keys, k_packed, q_turned + i * q_stride, scores, work);
         C* visible = scores + keys.begin * width;
         const int64_t seen = keys.end - keys.begin;
         C* sums = acc + i * acc_stride;

@@ -86,10 +86,11 @@ class BackwardUnit {
   bool finite_keys_ = true;
   // Of all panels of all heads: statistics [width]; dq [rows, ld_k].
   C *max_, *inverse_, *delta_, *dq_;
-  C *q_, *dy_;    // packed rows, per head
-  C *qt_, *dyt_;  // turned, per panel
-  bool* finite_;  // q and dy of a block of queries, [heads, blocks, 2]
-  C *k_, *v_;     // packed rows of the block of keys
+  C *q_, *dy_;         // packed rows, per head
+  C *qt_, *dyt_;       // as scores and dp take them, per panel
+  bool* finite_;       // q and dy of a block of queries, [heads, blocks, 2]
+  C* k_;               // packed rows of the block of keys
+  C *dot_k_, *dot_v_;  // and as scores and dp take them
   C *p_, *ds_, *keep_;
   C *dk_, *dv_, *dpse_;
   void* work_;

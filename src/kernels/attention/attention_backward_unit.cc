@@ -5,7 +5,7 @@
 namespace jumar {
 namespace {
 
-constexpr int64_t kQueryRows = 128;  // queries whose probabilities are kept at a time
+constexpr int64_t kQueryRows = 64;  // queries whose probabilities are kept at a time: a longer sum has a larger error
 constexpr TensorView kNone{};
 
 }  // namespace
@@ -29,8 +29,8 @@ BackwardUnit<C>::BackwardUnit(const AttentionGradients& g, const AttentionSequen
   query_panel_ = plan_.PanelOf(unit_.rows);
   q_stride_ = ld_k_ / width_ * query_panel_;
   dy_stride_ = ld_v_ / width_ * query_panel_;
-  qt_stride_ = RoundUp(plan_.Columns() * width_, 64);
-  dyt_stride_ = RoundUp(plan_.shape.dv * width_, 64);
+  qt_stride_ = plan_.DotQueries(plan_.Columns());
+  dyt_stride_ = plan_.DotQueries(plan_.shape.dv);
   const int64_t heads = unit_.heads;
   const int64_t q_panels = query_rows_ / width_;
   for (C** x : {&max_, &inverse_, &delta_}) *x = frame.Alloc<C>(heads * panels_ * width_);
@@ -41,7 +41,8 @@ BackwardUnit<C>::BackwardUnit(const AttentionGradients& g, const AttentionSequen
   dyt_ = frame.Alloc<C>(heads * panels_ * dyt_stride_);
   finite_ = frame.Alloc<bool>(heads * CeilDiv(unit_.rows, query_rows_) * 2);
   k_ = frame.Alloc<C>(ld_k_ / width_ * key_panel_);
-  v_ = frame.Alloc<C>(ld_v_ / width_ * key_panel_);
+  dot_k_ = plan_.dots == nullptr ? k_ : frame.Alloc<C>(plan_.DotKeys(plan_.Columns()));
+  dot_v_ = frame.Alloc<C>(plan_.DotKeys(plan_.shape.dv));
   for (C** x : {&p_, &ds_}) *x = frame.Alloc<C>(q_panels * tile_);
   keep_ = plan_.drops() ? frame.Alloc<C>(tile_) : nullptr;
   dk_ = frame.Alloc<C>(plan_.key_block * ld_k_);
@@ -60,12 +61,15 @@ void BackwardUnit<C>::PackQueries(int64_t i) {
   const int64_t head = HeadAt(i);
   C* q = q_ + i * q_stride_;
   C* dy = dy_ + i * dy_stride_;
-  plan_.Pack({plan_.in.q, plan_.in.q_rope, s_.batch, head, s_.q_begin}, unit_.row, unit_.rows, query_panel_, q);
-  plan_.Pack({g_.dy, kNone, s_.batch, head, s_.q_begin}, unit_.row, unit_.rows, query_panel_, dy);
+  const AttentionPlan::Rows q_rows{plan_.in.q, plan_.in.q_rope, s_.batch, head, s_.q_begin};
+  const AttentionPlan::Rows dy_rows{g_.dy, kNone, s_.batch, head, s_.q_begin};
+  plan_.Pack(q_rows, unit_.row, unit_.rows, query_panel_, q);
+  plan_.Pack(dy_rows, unit_.row, unit_.rows, query_panel_, dy);
   for (int64_t r = 0; r < unit_.rows; r += width_) {
     const int64_t rows = std::min(width_, unit_.rows - r);
-    plan_.Turn(q, query_panel_, r, rows, plan_.Columns(), qt_ + PanelAt(i, r) * qt_stride_);
-    plan_.Turn(dy, query_panel_, r, rows, plan_.shape.dv, dyt_ + PanelAt(i, r) * dyt_stride_);
+    const int64_t at = PanelAt(i, r);
+    plan_.PackDotQueries(q_rows, unit_.row + r, rows, q, query_panel_, r, qt_ + at * qt_stride_);
+    plan_.PackDotQueries(dy_rows, unit_.row + r, rows, dy, query_panel_, r, dyt_ + at * dyt_stride_);
   }
   bool* finite = finite_ + i * CeilDiv(unit_.rows, query_rows_) * 2;
   for (int64_t r = 0; r < unit_.rows; r += query_rows_, finite += 2) {
@@ -105,8 +109,10 @@ bool BackwardUnit<C>::Keys(int64_t block) {
 
 template <typename C>
 void BackwardUnit<C>::PackKeys(int64_t key, int64_t n) {
-  plan_.Pack({plan_.in.k, plan_.in.k_rope, s_.batch, kv_head_, s_.k_begin}, key, n, key_panel_, k_);
-  plan_.Pack({plan_.in.v, kNone, s_.batch, kv_head_, s_.k_begin}, key, n, key_panel_, v_);
+  const AttentionPlan::Rows k{plan_.in.k, plan_.in.k_rope, s_.batch, kv_head_, s_.k_begin};
+  plan_.Pack(k, key, n, key_panel_, k_);
+  if (plan_.dots != nullptr) plan_.PackDotKeys(k, key, n, dot_k_);
+  plan_.PackDotKeys({plan_.in.v, kNone, s_.batch, kv_head_, s_.k_begin}, key, n, dot_v_);
   finite_keys_ = FiniteRows(plan_, k_, key_panel_, 0, n, ld_k_);
   std::fill(dk_, dk_ + n * ld_k_, C(0));
   std::fill(dv_, dv_ + n * ld_v_, C(0));
@@ -170,9 +176,8 @@ void BackwardUnit<C>::Panel(const Block& b, int64_t t, int64_t key, const PanelK
   const int64_t row = unit_.row + b.row;
   const int64_t from = keys.begin * width_;
   const int64_t n = keys.end - keys.begin;
-  const bool scaled =
-      plan_.Scores(s_, HeadAt(b.i), row, b.rows, key, keys, k_, key_panel_, qt_ + panel * qt_stride_, p, work_);
-  plan_.Dots(keys, b.rows, plan_.shape.dv, v_, key_panel_, dyt_ + panel * dyt_stride_, ds);
+  const bool scaled = plan_.Scores(s_, HeadAt(b.i), row, b.rows, key, keys, dot_k_, qt_ + panel * qt_stride_, p, work_);
+  plan_.Dots(keys, b.rows, plan_.shape.dv, dot_v_, dyt_ + panel * dyt_stride_, ds);
   if (keep_ != nullptr) plan_.Keep(s_, HeadAt(b.i), row, b.rows, key + keys.begin, n, keep_);
   PanelGradient g{};
   g.scores = p + from;

@@ -1,8 +1,6 @@
 #include "kernels/attention/attention_blocks.h"
 
 #include <cmath>
-#include <tuple>
-#include <utility>
 
 #include "base/check.h"
 #include "base/widen.h"
@@ -78,14 +76,26 @@ AttentionShape CheckAttention(const char* op, const AttentionInputs& in, const T
   return s;
 }
 
+namespace {
+
+// Scores lie in panels of the kernel's columns.
+const GemmKernel* DotKernel(DType dtype, int64_t width) {
+  const GemmKernel& kernel = ChooseGemmKernel(dtype, dtype);
+  return dtype == DType::kBF16 && kernel.packed_bytes == 2 && kernel.nr == width ? &kernel : nullptr;
+}
+int64_t DotRows(const AttentionPlan& plan) { return plan.dots != nullptr ? plan.dots->mr : plan.products.tile_rows; }
+
+}  // namespace
+
 AttentionPlan::AttentionPlan(const AttentionInputs& inputs, const AttentionShape& checked)
     : in(inputs),
       shape(checked),
       gemm(ChooseGemmKernel(checked.compute, checked.compute)),
       panel(ChoosePanelKernel(checked.compute == DType::kF64)),
       products(ChoosePanelProducts(checked.compute == DType::kF64)),
+      dots(DotKernel(checked.dtype, panel.width)),
       width(panel.width),
-      key_block(132 / products.tile_rows * products.tile_rows) {
+      key_block(132 / DotRows(*this) * DotRows(*this)) {
   int64_t bits = 0;
   for (const AttentionSequence& s : in.sequences) {
     bit_offset_.push_back(bits);
@@ -160,34 +170,6 @@ void AttentionPlan::Pack(const Rows& from, int64_t row, int64_t rows, int64_t pa
   }
 }
 
-void AttentionPlan::Turn(const void* packed, int64_t panel_stride, int64_t row, int64_t rows, int64_t cols,
-                         void* out) const {
-  for (int64_t c = 0; c < cols; c += width) {
-    const GemmOperand operand{
-        At(packed, c / width * panel_stride + row * width, ComputeBytes()), shape.compute, rows, width, width, 1};
-    gemm.pack_b({&operand, 0, rows, 0, std::min(width, cols - c), width * width, At(out, c * width, ComputeBytes())});
-  }
-}
-
-namespace {
-
-// [begin, end) in as few tiles as there can be, of nearly one size: few rows do not fill the pipelines.
-template <typename F>
-int64_t EvenTiles(int64_t begin, int64_t end, int64_t limit, PanelTile* tiles, const F& sees) {
-  const EvenPanels even(end - begin, limit);
-  int64_t count = 0;
-  for (int64_t row = begin; row < end; ++count) {
-    PanelTile& tile = tiles[count];
-    tile.row = row;
-    tile.rows = even.rows + (count < even.longer ? 1 : 0);
-    row += tile.rows;
-    std::tie(tile.begin, tile.end) = sees(tile);
-  }
-  return count;
-}
-
-}  // namespace
-
 int64_t AttentionPlan::QueryTiles(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key,
                                   const PanelKeys& keys, PanelTile* tiles) const {
   return EvenTiles(0, rows, products.tile_rows, tiles, [&](const PanelTile& t) {
@@ -212,20 +194,12 @@ int64_t AttentionPlan::ScoreWorkBytes() const {
   return (3 * tile + 2 * width) * static_cast<int64_t>(ComputeBytes());
 }
 
-void AttentionPlan::Dots(const PanelKeys& keys, int64_t rows, int64_t depth, const void* packed, int64_t panel_stride,
-                         const void* turned, void* panel_out) const {
-  PanelTile tiles[kMaxTiles];
-  const int64_t count = EvenTiles(keys.begin, keys.end, products.tile_rows, tiles,
-                                  [&](const PanelTile&) { return std::pair<int64_t, int64_t>(0, depth); });
-  products.by_rows({packed, panel_stride, turned, 0, rows, panel_out, width, false}, tiles, count);
-}
-
 bool AttentionPlan::Scores(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key,
-                           const PanelKeys& keys, const void* packed, int64_t panel_stride, const void* turned,
-                           void* scores, void* work) const {
+                           const PanelKeys& keys, const void* dot_keys, const void* dot_queries, void* scores,
+                           void* work) const {
   const size_t bytes = ComputeBytes();
   const int64_t n = keys.end - keys.begin;
-  Dots(keys, rows, Columns(), packed, panel_stride, turned, scores);
+  Dots(keys, rows, Columns(), dot_keys, dot_queries, scores);
   if (!keys.by_position && !keys.by_mask && in.pse.rank == 0) return false;
 
   const int64_t tile = gemm.PanelStride(static_cast<int>(width), key_block);

@@ -5,10 +5,14 @@
 // skipped. Products of tiles of scores with rows skip what each of their tiles does not see.
 //
 // Rows of q, k, v and dy are packed as panel matrices (simd/panel_products.h), where the columns of a rope follow the
-// others; what a panel of scores is multiplied from is turned besides: q and dy of its queries, [columns, width].
+// others. What a panel of scores is multiplied from is turned besides: q and dy of its queries, [columns, width]. Where
+// the CPU has dot products of bf16, scores and dp of bf16 are those: products of two bf16 are exact in fp32, and both
+// operands are packed for them instead.
 #pragma once
 
 #include <algorithm>
+#include <tuple>
+#include <utility>
 
 #include "base/scratch.h"
 #include "kernels/attention/attention.h"
@@ -52,8 +56,9 @@ class AttentionPlan {
   const GemmKernel& gemm;
   const PanelKernel& panel;
   const PanelProducts& products;
-  int64_t width;      // queries of a panel
-  int64_t key_block;  // keys of a block
+  const GemmKernel* dots;  // dot products of bf16, where q is bf16 and the CPU has them; else null
+  int64_t width;           // queries of a panel
+  int64_t key_block;       // keys of a block
 
   int64_t Low(const AttentionSequence& s, int64_t i) const { return std::clamp<int64_t>(i + s.low, 0, s.k_len); }
   int64_t High(const AttentionSequence& s, int64_t i) const {
@@ -71,8 +76,14 @@ class AttentionPlan {
   };
   // Packs rows [row, row + rows) as a panel matrix.
   void Pack(const Rows& from, int64_t row, int64_t rows, int64_t panel_stride, void* out) const;
-  // Rows [row, row + rows) of a packed matrix with `cols` columns, at most `width` of them, as [cols, width].
-  void Turn(const void* packed, int64_t panel_stride, int64_t row, int64_t rows, int64_t cols, void* out) const;
+  // The same rows of keys, at most a block of them, as Dots takes them: DotKeys() elements of the compute type.
+  void PackDotKeys(const Rows& from, int64_t row, int64_t rows, void* out) const;
+  int64_t DotKeys(int64_t columns) const;
+  // Queries [row, row + rows), at most `width`, as Dots takes them: DotQueries() elements. `packed`: row `packed_row`
+  // of this matrix, packed by Pack, is the first of them; not read if there are dot products.
+  void PackDotQueries(const Rows& from, int64_t row, int64_t rows, const void* packed, int64_t panel_stride,
+                      int64_t packed_row, void* out) const;
+  int64_t DotQueries(int64_t columns) const;
   // Elements of a panel of a matrix of so many rows.
   int64_t PanelOf(int64_t rows) const { return RoundUp(rows * width, 64) + 64; }
   int64_t Columns() const { return shape.d + shape.rope; }
@@ -87,13 +98,13 @@ class AttentionPlan {
   int64_t KeyTiles(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key, int64_t begin, int64_t end,
                    PanelTile* tiles) const;
 
-  // panel[key, query] for keys [keys.begin, keys.end): products of packed rows of keys and turned rows of queries over
-  // `depth` columns.
-  void Dots(const PanelKeys& keys, int64_t rows, int64_t depth, const void* packed, int64_t panel_stride,
-            const void* turned, void* panel) const;
+  // panel[key, query] for keys [keys.begin, keys.end) of a block and `rows` queries: their products over `depth`
+  // columns. Others of the block may be written too.
+  void Dots(const PanelKeys& keys, int64_t rows, int64_t depth, const void* dot_keys, const void* dot_queries,
+            void* panel) const;
   // scores of keys [keys.begin, keys.end): products, mask, pse. True if scores are scaled already.
   bool Scores(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, const PanelKeys& keys,
-              const void* packed, int64_t panel_stride, const void* turned, void* scores, void* work) const;
+              const void* dot_keys, const void* dot_queries, void* scores, void* work) const;
   int64_t ScoreWorkBytes() const;
   void Keep(const AttentionSequence& s, int64_t head, int64_t row, int64_t rows, int64_t key, int64_t n,
             void* keep) const;
@@ -116,6 +127,22 @@ class AttentionPlan {
 
 // Tiles of one product, at most.
 inline constexpr int64_t kMaxTiles = 64;
+
+// [begin, end) in as few tiles as there can be, of nearly one size: few rows do not fill the pipelines. sees(tile):
+// what its sums go over.
+template <typename F>
+int64_t EvenTiles(int64_t begin, int64_t end, int64_t limit, PanelTile* tiles, const F& sees) {
+  const EvenPanels even(end - begin, limit);
+  int64_t count = 0;
+  for (int64_t row = begin; row < end; ++count) {
+    PanelTile& tile = tiles[count];
+    tile.row = row;
+    tile.rows = even.rows + (count < even.longer ? 1 : 0);
+    row += tile.rows;
+    std::tie(tile.begin, tile.end) = sees(tile);
+  }
+  return count;
+}
 
 // x.c += a * b as PanelProducts does it with `accumulate`, without the products whose factor in a is 0: what lies
 // beside a hidden key may be NaN.
