@@ -11,6 +11,7 @@ import torch
 
 import jumar
 from convert_hf_suite import assert_close, assert_same_step, counted, step
+from graph_util import Graphs
 from jumar import models
 from jumar.convert import ConverterError, dsa
 from jumar.hf import dsa as recogniser
@@ -152,6 +153,42 @@ def test_compiled_model_runs_the_operators():
     torch._dynamo.reset()
     assert calls["npu_sparse_flash_attention"] == calls["npu_sparse_flash_attention_grad"] == 3
     assert_close(actual[1], expected[1], 1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_model_is_one_graph_without_a_matrix(packed):
+    """All converters; the indexer's choice is of the operator, and no query has a place for every key."""
+    model = _model()
+    inputs = models.example_inputs(model, length=29)  # no other size of the model
+    if packed:
+        inputs["position_ids"] = torch.tensor([[*range(9), *range(20)]] * 2)
+    del inputs["labels"]
+    jumar.kernelize(model)
+    assert model.config._attn_implementation == recogniser.FUSED["sdpa"]
+
+    def run(m):
+        m.zero_grad()
+        logits = m(**inputs).logits
+        logits.square().mean().backward()
+        return [logits.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)]
+
+    expected, graphs = run(model), Graphs()
+    torch._dynamo.reset()
+    actual, calls = counted(lambda: run(torch.compile(model, backend=graphs.backend, fullgraph=True)))
+    torch._dynamo.reset()
+    assert calls["npu_sparse_flash_attention"] == calls["npu_sparse_flash_attention_grad"] == 3
+    assert graphs.number == 2 and not graphs.matrices(29)
+    for got, want in zip(actual, expected, strict=True):
+        assert_close(got, want, 1e-6)
+
+
+def test_revert_and_undo_name_the_attention_that_was_there():
+    model = _model()
+    report = jumar.convert(model, "npu_dsa")
+    other = copy.deepcopy(model)
+    report.undo()
+    jumar.convert.revert(other)
+    assert {m.config._attn_implementation for m in (model, other)} == {"sdpa"}
 
 
 def test_npu_sdpa_leaves_chosen_keys_alone():

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
-from torch._dynamo.backends.common import aot_autograd
 
 import jumar
+from graph_util import Graphs
 from jumar import models
 from op_util import assert_ulp
 
@@ -28,26 +27,6 @@ def _fresh():
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class Graphs:
-    """A backend that runs graphs as they are, and remembers the tensors in them."""
-
-    def __init__(self):
-        self.number, self.made = 0, []
-        self.backend = aot_autograd(fw_compiler=self._keep, bw_compiler=self._keep)
-
-    def _keep(self, graph, inputs):
-        self.number += 1
-        for node in graph.graph.nodes:
-            values = node.meta.get("val")
-            values = values if isinstance(values, tuple | list) else [values]
-            self.made += [(str(node.target), tuple(v.shape)) for v in values if isinstance(v, torch.Tensor)]
-        return make_boxed_func(graph.forward)
-
-    def matrices(self, length=LENGTH):
-        """What has a place for every pair of tokens, and large masks of any kind."""
-        return {(n, s) for n, s in self.made if len(s) > 1 and (min(s[-2:]) >= length and s[-1] in (length, 2048))}
 
 
 def tokens(batch=2, length=LENGTH):
@@ -86,7 +65,7 @@ def test_no_matrix_is_made(case, window):
     got = run(torch.compile(model, backend=graphs.backend, fullgraph=True), **inputs)
     same(got, want)
     same(got, eager)
-    assert graphs.number == 2 and graphs.matrices() == set()
+    assert graphs.number == 2 and graphs.matrices(LENGTH) == set()
     name = "npu_fusion_attention" + ("_v3" if "padding" not in case else "")
     assert jumar.call_counts()[name] == 2
 
@@ -181,7 +160,7 @@ def test_gradient_checkpointing(reentrant):
     want, graphs = run(model, **inputs), Graphs()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     same(run(torch.compile(model, backend=graphs.backend), **inputs), want)
-    assert not graphs.matrices()
+    assert not graphs.matrices(LENGTH)
 
 
 def test_dropout_draws_in_the_graph():
@@ -250,7 +229,7 @@ def test_graph_breaks():
     model.model.layers[0].register_forward_hook(lambda *_: torch._dynamo.graph_break())
     graphs = Graphs()
     same(run(torch.compile(model, backend=graphs.backend), **inputs), want)
-    assert graphs.number > 2 and not graphs.matrices()
+    assert graphs.number > 2 and not graphs.matrices(LENGTH)
 
 
 def test_static_cache():

@@ -107,12 +107,13 @@ class Layout:
     """How the rows of a batch lie: every row a sequence, or all rows one after another, cut where sequences end.
 
     Attributes:
-        ends: of queries, cumulative, without a leading 0; None: every row of the batch is a sequence.
+        ends: of queries, cumulative, without a leading 0; None: every row of the batch is a sequence. In a compiled graph a
+            tensor, which the indexer's loss does not take.
         key_ends: of their keys.
     """
 
-    ends: tuple[int, ...] | None = None
-    key_ends: tuple[int, ...] | None = None
+    ends: tuple[int, ...] | Tensor | None = None
+    key_ends: tuple[int, ...] | Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -129,7 +130,8 @@ class Layout:
     def lengths(self, keys: str, device: torch.device) -> dict[str, Any]:
         """Arguments of the operators that take tensors of ends, named for queries and for ``keys``."""
         tensors = (
-            ends and torch.tensor(ends, dtype=torch.int32, device=device) for ends in (self.ends, self.key_ends)
+            None if ends is None else torch.as_tensor(ends, dtype=torch.int32, device=device)
+            for ends in (self.ends, self.key_ends)
         )
         names = ("actual_seq_lengths_query", f"actual_seq_lengths_{keys}")
         return {

@@ -11,6 +11,7 @@ from jumar.convert import swap
 from jumar.convert.errors import ConverterError
 from jumar.convert.registry import ModuleConverter, register
 from jumar.convert.report import Site
+from jumar.convert.sdpa import Switch, SwitchAction
 from jumar.convert.verdict import Verdict
 from jumar.convert.verify import Trial
 from jumar.hf import dsa as recogniser
@@ -27,7 +28,12 @@ class DsaConverter(ModuleConverter):
 
     def plan(self, model):
         self._verdicts = {}
-        yield from super().plan(model)
+        switch = Switch(model, recogniser.FUSED)
+        for site in super().plan(model):
+            if site.status == "replaced" and site.action.patch.key == ("attention",):
+                switch.chosen.append(site.action.module)
+                site.action = SwitchAction(switch, site.action.module, site.action)
+            yield site
         self._verdicts = {}
 
     def recognise(self, module):
@@ -42,9 +48,9 @@ class DsaConverter(ModuleConverter):
         return recogniser.namespace(key[0], base)
 
     def trials(self, site: Site) -> Iterable[Trial]:
-        module, patch = site.action.module, site.action.patch
-        if patch.key != ("attention",):
+        if not isinstance(site.action, SwitchAction):
             return
+        module, patch = site.action.module, site.action.swap.patch
         before = recogniser.tiny(module)
         after = recogniser.tiny(module)
         after.__class__ = swap.patched_class(module, patch)

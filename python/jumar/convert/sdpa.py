@@ -25,18 +25,21 @@ _NAME = "_attn_implementation_internal"
 
 
 class Switch:
-    """Exchanges the configurations of one model for copies, some of which name the fused attention."""
+    """Exchanges the configurations of one model for copies, some of which name the fused attention.
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.chosen: set[int] = set()  # by their id
+    ``names``: what the fused attention is called, by what a configuration has named; ``chosen``: modules whose
+    configurations get these names.
+    """
+
+    def __init__(self, model: nn.Module, names: dict[str, str]):
+        self.model, self.names = model, names
+        self.chosen: list[nn.Module] = []
         self.places: list[tuple[nn.Module, str, Any, Any]] = []
 
     def apply(self) -> None:
-        from jumar.hf import attention
-
         if self.places:
             return
+        chosen = {id(module.config) for module in self.chosen}
         found = [
             (module, name, value)
             for module in self.model.modules()
@@ -47,8 +50,8 @@ class Switch:
         for module, name, old in found:
             self.places.append((module, name, old, copy.deepcopy(old, memo)))
         for _, _, old, new in self.places:
-            if id(old) in self.chosen:
-                setattr(new, _NAME, attention.FUSED.get(getattr(old, _NAME), getattr(new, _NAME)))
+            if id(old) in chosen:
+                setattr(new, _NAME, self.names.get(getattr(old, _NAME), getattr(new, _NAME)))
         for module, name, _, new in self.places:
             module.__dict__[name] = new
 
@@ -92,7 +95,12 @@ class SdpaConverter(Converter):
     )
 
     def plan(self, model: nn.Module) -> Iterable[Site]:
-        switch = Switch(model)
+        names: dict[str, str] = {}
+        if "transformers" in sys.modules:
+            from jumar.hf import attention
+
+            names = attention.FUSED
+        switch = Switch(model, names)
         sites = [
             site
             for path, module in model.named_modules()
@@ -107,7 +115,7 @@ class SdpaConverter(Converter):
             if site.status == "replaced" and id(config) in refused:
                 site.status, site.reason, site.action = "skipped", refused[id(config)], None
             elif site.status == "replaced" and config is not None:
-                switch.chosen.add(id(config))
+                switch.chosen.append(site.action.module)
             yield site
 
     def _site(self, path: str, module: nn.Module, switch: Switch) -> tuple[Site, Any] | None:
@@ -177,12 +185,13 @@ def revert(model: nn.Module) -> int:
     """Names the attention that the model had before; the number of configurations that changed."""
     if "transformers" not in sys.modules:
         return 0
-    from jumar.hf import attention
+    from jumar.hf import attention, dsa
 
+    originals = {fused: name for names in (attention.FUSED, dsa.FUSED) for name, fused in names.items()}
     count = 0
     for module in model.modules():
         config = attention.config_of(module)
-        original = attention.original_of(getattr(config, _NAME, None))
+        original = originals.get(getattr(config, _NAME, None))
         if original is not None:
             setattr(config, _NAME, original)
             count += 1

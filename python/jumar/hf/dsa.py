@@ -13,11 +13,16 @@ from torch import Tensor, nn
 
 from jumar import dsa
 from jumar.convert.verdict import Match, Miss, Verdict
-from jumar.hf import forwards, probe
+from jumar.hf import forwards, probe, traced_masks
+from jumar.hf import masks as hf_masks
+from jumar.hf.masks import LazyMask
+from jumar.hf.traced_masks import TracedMask
 from jumar.masks import ranges
 
 _OPERATOR = "npu_sparse_flash_attention"
 _ROTATE_PAIRS, _ROTATE_HALVES = "apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb"
+#: What a conversion calls the attention, by what the configuration has named: for its masks, which are made compressed.
+FUSED = {"sdpa": "npu_dsa_for_sdpa"}
 #: The library's forward, under the name that the replacement keeps it by.
 PLAIN = "_jumar_plain_forward"
 #: Where a module keeps what makes its indexer learn.
@@ -69,7 +74,7 @@ def recognise(module: nn.Module) -> Verdict:
             return Miss(f"{whose} forward does not call {name}")
     if getattr(module, "attention_dropout", 0):
         return Miss("it has dropout")
-    if module.config._attn_implementation not in ("eager", "sdpa"):
+    if module.config._attn_implementation not in ("eager", "sdpa", *FUSED.values()):
         return Miss(f"its attention is {module.config._attn_implementation!r}")
     return _compared(module, forward)
 
@@ -144,18 +149,39 @@ def _compared(module: nn.Module, forward: Any) -> Verdict:
     return Match(_OPERATOR, ("attention",)) if same else Miss("its forward computes something else")
 
 
-@torch.compiler.disable
 def _global(method: Any, name: str) -> Any:
-    return forwards.globals_used(method)[name]
+    """What a method calls by a name; in words that Dynamo knows."""
+    while hasattr(method, "__wrapped__"):
+        method = method.__wrapped__
+    return method.__globals__[name]
+
+
+def rows_of(mask: Tensor | TracedMask, learns: bool) -> dsa.Layout | None:
+    """How rows lie whose visible keys a mask says, None where they are no causal sequences; ``learns``: in numbers.
+
+    In a compiled graph what is known of the mask is enough, where it has no padding; otherwise the graph ends here.
+    """
+    if not isinstance(mask, TracedMask):
+        return _rows_once(mask)
+    if learns or mask.padding is not None or mask.before is not None or mask.after != 0:
+        return _rows_once(mask.value())
+    return dsa.Layout(mask.ends, mask.ends)
 
 
 @torch.compiler.disable
-def rows_of(mask: Tensor) -> dsa.Layout | None:
+def _rows_once(mask: Tensor) -> dsa.Layout | None:
     """How rows lie whose visible keys a mask [B, 1, S, T] says; None where they are no causal sequences.
 
     Tokens whose key nobody sees are padding: they see nothing. A mask is looked at once for all layers, and again when it
     was written to.
     """
+    if isinstance(mask, LazyMask):
+        if mask.changed:
+            return _rows_of(mask.value()[:, 0])
+        known = mask.plan.__dict__
+        if "_jumar_rows" not in known:
+            known["_jumar_rows"] = _layout(mask.plan.ranges.first, mask.plan.ranges.last, mask.plan.ranges.keys)
+        return known["_jumar_rows"]
     if mask.is_inference():  # counts no writes
         return _rows_of(mask[:, 0])
     version, rows = getattr(mask, "_jumar_rows", (None, None))
@@ -172,10 +198,17 @@ def _rows_of(mask: Tensor) -> dsa.Layout | None:
     found = ranges.from_visible(visible)
     if found is None:
         return None
-    first, last = found
-    batch, queries, keys = visible.shape
+    return _layout(*found, visible.shape[2])
+
+
+def _layout(first: Tensor, last: Tensor, keys: int) -> dsa.Layout | None:
+    """How rows lie that see the keys [first, last), int64 [B, S] on the CPU."""
+    batch, queries = first.shape
     if queries == keys:
-        last = torch.where(visible.any(1).cpu(), last, first)
+        # Keys that nobody sees: as many ranges have ended there as have begun.
+        changes = torch.zeros(batch, keys + 1, dtype=torch.int64)
+        changes.scatter_add_(1, first, torch.ones_like(first)).scatter_add_(1, last, -torch.ones_like(last))
+        last = torch.where(changes.cumsum(1)[:, :-1] > 0, last, first)
     calls = ranges.calls(ranges.Ranges(first, last, keys))
     if calls is None or len(calls) != 1 or calls[0].window is not None or not (calls[0].causal or queries == 1):
         return None
@@ -211,10 +244,10 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """The attention on latent keys; where its mask is not of sequences, what the library does."""
     cache = kwargs.pop("past_key_values", None) if cache is None else cache
-    rows = None if attention_mask is None else rows_of(attention_mask)
     learning = self.__dict__.get(LEARNING)
     learns = learning is not None and self.training and torch.is_grad_enabled()
     dense = learning is not None and learning.stage == "warmup"
+    rows = None if attention_mask is None else rows_of(attention_mask, learns or dense)
     if rows is None or kwargs.get("output_attentions"):
         if learns or dense:
             what = "output_attentions" if rows is not None else "an attention mask that is not of causal sequences"
@@ -296,9 +329,37 @@ FORWARDS = {"attention": attention_forward, "inner": inner_forward}
 def namespace(kind: str, base: type) -> dict[str, Any]:
     """The attributes of the replacement of a class: its forward, and the library's under another name."""
     forward = FORWARDS[kind]
+    if kind == "attention":
+        _register()
 
     @functools.wraps(forward)
     def fused(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return forward(self, *args, **kwargs)
 
     return {"forward": fused, PLAIN: base.forward}
+
+
+def _plain_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, indices: Tensor, **rest: Any
+) -> tuple[Tensor, None]:
+    """What the library's forward calls by a name of :data:`FUSED`: its ``sdpa`` over the chosen keys."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    shape = (query.shape[0], 1, query.shape[2], key.shape[2])
+    chosen = torch.zeros(shape, dtype=torch.bool, device=query.device).scatter(-1, indices[:, None].long(), True)
+    if mask.dtype == torch.bool:
+        mask = mask & chosen
+    else:
+        mask = mask.masked_fill(~chosen, torch.finfo(query.dtype).min)
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **rest)
+
+
+@functools.cache
+def _register() -> None:
+    """Makes the names of :data:`FUSED` known to transformers."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    for name in FUSED.values():
+        AttentionInterface.register(name, _plain_attention)
+        AttentionMaskInterface.register(name, hf_masks.attention_mask)
+    traced_masks.register()
