@@ -273,11 +273,41 @@ def test_packed_documents_equal_separate_ones():
 def test_shims_are_listed():
     states = {status.name: status.state for status in compat.status()}
     assert set(states) == {
-        "cpu_device", "set_timeout", "fsdp_force_sum", "pp_step", "triton_stub", "flex_attention", "histc",
-        "lora_sharding",
+        "cpu_device", "set_timeout", "fsdp_force_sum", "pp_step", "pp_buffers", "triton_stub", "flex_attention",
+        "histc", "lora_sharding",
     }
     assert set(states.values()) <= {"applied", "not needed", "switched off"}
     assert all(status.reason and status.reference for status in compat.status())
+
+
+class _Counts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.rows += len(x)
+        return x * self.weight
+
+
+def test_a_pipeline_counts_its_microbatches_only():
+    """torch runs the stage once more before the first step, on memory that nobody has written."""
+    import torch.distributed as dist
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    compat.apply()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        module = _Counts()
+        stage = PipelineStage(module, 0, 1, torch.device("cpu"))
+        schedule = ScheduleGPipe(stage, 2, loss_fn=torch.nn.functional.mse_loss)
+        for step in (1, 2):
+            schedule.step(torch.ones(6, 4), target=torch.zeros(6, 4))
+            assert module.rows == 6 * step
+    finally:
+        dist.destroy_process_group()
 
 
 def test_switching_shims_off(monkeypatch):

@@ -141,6 +141,40 @@ def _patch_pp_step() -> None:
     wrap(PipelineScheduleMulti)
 
 
+def _infers_shapes() -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    return hasattr(PipelineStage, "_forward_metadata_inference")
+
+
+def _patch_pp_buffers() -> None:
+    """Buffers that the runs for shapes wrote to get their contents back."""
+    from torch.distributed.pipelining.stage import PipelineStage
+
+    def wrap(name: str) -> None:
+        before = getattr(PipelineStage, name)
+
+        @functools.wraps(before)
+        def infer(self: Any, *args: Any, **more: Any) -> Any:
+            kept = [(b, b._version, b.detach().clone()) for b in self.submod.buffers()]
+            try:
+                return before(self, *args, **more)
+            finally:
+                with torch.no_grad():
+                    for buffer, version, content in kept:
+                        # What was only read may be wanted by the backward pass, as it is.
+                        if buffer._version != version:
+                            buffer.copy_(content)
+
+        setattr(PipelineStage, name, infer)
+
+    for name in ("_forward_metadata_inference", "_backward_metadata_inference"):
+        if hasattr(PipelineStage, name):
+            wrap(name)
+
+
 #: In the order in which they are applied.
 SHIMS = [
     Shim(
@@ -170,5 +204,12 @@ SHIMS = [
         "torch/distributed/pipelining/schedules.py: step",
         _needs_pp_step,
         _patch_pp_step,
+    ),
+    Shim(
+        "pp_buffers",
+        "a pipeline's first step runs each stage on uninitialised tensors to learn shapes; experts count their tokens",
+        "torch/distributed/pipelining/stage.py: _forward_metadata_inference",
+        _infers_shapes,
+        _patch_pp_buffers,
     ),
 ]
