@@ -144,6 +144,42 @@ CALLS = {
 }
 
 
+class Beside(ByModule):
+    """Heads are views of one projection, and are merged by a view."""
+
+    def heads(self, x):
+        return self.qkv(x).unflatten(-1, (8, 8)).transpose(1, 2).split((4, 2, 2), 1)
+
+    def merge(self, x):
+        return self.out(x.transpose(1, 2).view(x.shape[0], x.shape[2], -1))
+
+
+class Apart(ByModule):
+    """Heads are copies, and are read as a batch by a view."""
+
+    def merge(self, x):
+        return super().merge(x.view(x.shape[0] * 4, x.shape[2], -1).view_as(x))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": torch.ones(20, 20).tril().bool()}], ids=["full", "causal", "mask"])
+@pytest.mark.parametrize("cls", [Beside, Apart])
+def test_results_lie_in_memory_as_the_query_does(cls, options):
+    model = made(cls)
+    want = run(model, inputs(), **options)
+    jumar.convert(model, NAME, strict=True)
+    jumar.reset_call_counts()
+    for ours, theirs in zip(run(model, inputs(), **options), want, strict=True):
+        assert_ulp(ours, theirs.double(), 8.0, floor=1e-6)
+    assert jumar.call_counts()["npu_fusion_attention"] == 1
+
+
+def test_dropout_of_everything_is_torchs():
+    model = made(ByModule)
+    want = model[0](inputs(), dropout_p=1.0)
+    jumar.convert(model, NAME, strict=True)
+    assert torch.equal(model[0](inputs(), dropout_p=1.0), want)
+
+
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("cls", SDPA)
 def test_scaled_dot_product_attention(cls, call):

@@ -92,9 +92,12 @@ def _four(mask: Tensor, query: Tensor, keys: int) -> Tensor:
 
 def _call(query: Tensor, key: Tensor, value: Tensor, scale: float | None, **options: Any) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    return ops.npu_fusion_attention(
-        query, key, value, query.shape[1], "BNSD", scale=scale, **options
-    )[0]
+    # Results lie in memory as query does, as torch's do: callers take views of them.
+    together = query.stride(1) < query.stride(2)
+    tensors = (t.transpose(1, 2) if together else t for t in (query, key, value))
+    layout = "BSND" if together else "BNSD"
+    out = ops.npu_fusion_attention(*tensors, query.shape[1], layout, scale=scale, **options)[0]
+    return out.transpose(1, 2) if together else out
 
 
 def scaled_dot_product_attention(
@@ -120,7 +123,7 @@ def scaled_dot_product_attention(
         out = scaled_dot_product_attention(*wide, mask, dropout_p, is_causal, scale, enable_gqa)
         return out.squeeze(1)
     q, k, v = autocast(query, key, value)
-    if unsupported(q, k, v) or (q.shape[1] != k.shape[1] and not enable_gqa):
+    if dropout_p == 1.0 or unsupported(q, k, v) or (q.shape[1] != k.shape[1] and not enable_gqa):
         return torchs()
     if attn_mask is not None and (
         is_causal or attn_mask.dim() > 4 or isinstance(attn_mask, DTensor)
