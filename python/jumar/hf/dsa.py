@@ -251,7 +251,9 @@ def attention_forward(
     if rows is None or kwargs.get("output_attentions"):
         if learns or dense:
             what = "output_attentions" if rows is not None else "an attention mask that is not of causal sequences"
-            raise NotImplementedError(f"npu_dsa: indexers that learn have no form for {what}")
+            raise NotImplementedError(
+                f"npu_dsa: indexers that learn have no form for {what}; leave it out, or train_indexers"
+            )
         return getattr(self, PLAIN)(
             hidden_states, position_embeddings, attention_mask, cache=cache, position_ids=position_ids, **kwargs
         )
