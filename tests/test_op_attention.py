@@ -240,6 +240,14 @@ def test_prefixes_of_ignored_ends():
             call([3, 5, 0, 0], prefix)
 
 
+@pytest.mark.parametrize("layout, mode", [("BSND", -1), ("BSND", 7), ("TND", 5), ("TND", 9)])
+def test_a_mode_that_does_not_exist_is_refused_without_a_mask_too(layout, mode):
+    q = torch.zeros(*([1] if layout == "BSND" else []), 3, 1, 4)
+    ends = {"actual_seq_qlen": [3], "actual_seq_kvlen": [3]} if layout == "TND" else {}
+    with pytest.raises(RuntimeError, match=f"^npu_fusion_attention: sparse_mode {mode} does not"):
+        ops.npu_fusion_attention(q, q, q, 1, layout, sparse_mode=mode, **ends)
+
+
 def test_lengths_are_cumulative():
     q = torch.zeros(5, 1, 4)
     for ends in ([2, 3], [3, 2], [2, 6]):

@@ -102,6 +102,9 @@ FusionAttention::FusionAttention(const char* op, const FusionAttentionTensors& t
   inputs_.dropout = o.dropout;
   inputs_.sink = t.sink;
   SetSequences(o);
+  const int64_t mode = o.sparse_mode;
+  JUMAR_CHECK(op_, mode >= 0 && mode <= 8 && (layout_ == "TND" ? mode != 5 : mode <= 6), "sparse_mode ", mode,
+              " does not exist for input_layout ", layout_);
   if (t.atten_mask.rank != 0) SetRules(t.atten_mask, o);
   if (t.pse.rank != 0) SetPse(t.pse);
 }
@@ -205,9 +208,6 @@ void FusionAttention::SetSequences(const FusionAttentionOptions& o) {
 
 void FusionAttention::SetRules(const TensorView& mask, const FusionAttentionOptions& o) {
   const int64_t mode = o.sparse_mode;
-  const bool packed = layout_ == "TND";
-  JUMAR_CHECK(op_, mode >= 0 && mode <= 8 && (packed ? mode != 5 : mode <= 6), "sparse_mode ", mode,
-              " does not exist for input_layout ", layout_);
   const int64_t pre = std::clamp<int64_t>(o.pre_tokens, -kUnboundedBand, kUnboundedBand);
   const int64_t next = std::clamp<int64_t>(o.next_tokens, -kUnboundedBand, kUnboundedBand);
   const bool band = mode == 0 || mode == 4 || mode == 7 || mode == 8;

@@ -16,11 +16,12 @@
 // keys in blocks whose number m depends on sizes alone, of fewer than 16 queries in m <= 16 parts; dk, dv over queries
 // in ascending order with one accumulator per block of Highway's 2 vectors of heads. With u = 2^-24, n slots:
 //
-//   |error of out[i]| <= (4 E + (n + 8 m + 16) u) * sum p |v| + half an ulp,  E = (D + Dr + 16) u max_t sum_d |scale q k|
+//   |error of out[i]| <= (4 E + (n + 8 m + 16) u) * sum p |v| + half an ulp,
+//   E = (D + Dr + 16) u max_t sum_d |scale q k|
 //
-// where m <= max(1, n / 64, 16). Results are bit-identical for every thread count. Working memory: the widened keys (none
-// for fp32 and fp64 with adjacent columns, and none where fewer rows than these are picked), in backward their gradients
-// once more in fp32, and a few megabytes.
+// where m <= max(1, n / 64, 16). Results are bit-identical for every thread count. Working memory: the widened keys
+// (none for fp32 and fp64 with adjacent columns, and none where fewer rows than these are picked), in backward their
+// gradients once more in fp32, and a few megabytes.
 //
 // Statistics, fp32 (fp64), [B, Nk, S1, N / Nk]: max over slots of s (and the sink), sum of exp(s - max). A row without
 // slots has kLowestScore and 0. sinks [N] fp32 (fp64): one more score per head, without a value.
