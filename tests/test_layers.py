@@ -47,6 +47,27 @@ def _room(include: str) -> str | None:
     return first if first in ("hwy", "ATen", "c10") else None
 
 
+def _functions(path: Path) -> list[tuple[str, ...]]:
+    """Name and types of the parameters of what a file defines in the namespace of a SIMD target."""
+    found = []
+    for body in re.findall(r"^namespace HWY_NAMESPACE \{$(.*?)^\}  // namespace HWY_NAMESPACE$", path.read_text(), re.M | re.S):
+        body = re.sub(r"^namespace \{$.*?^\}  // namespace$", "", body, flags=re.M | re.S)
+        for name, given in re.findall(r"^[A-Za-z][\w:<>*&, ]* \**(\w+)\(([^;{}]*?)\) \{$", body, re.M):
+            kinds = (re.sub(r"\s*\b\w+$", "", " ".join(p.split())) for p in given.split(","))
+            found.append((name, *kinds))
+    return found
+
+
+def test_what_two_files_define_for_a_target_has_two_names():
+    """Templates of one name and one list of types are one to the linker, whichever file they come from."""
+    files: dict[tuple[str, ...], set[str]] = {}
+    for path in (p for p in _cpp_files() if p.suffix == ".cc"):
+        for function in _functions(path):
+            files.setdefault(function, set()).add(str(path.relative_to(ROOT)))
+    assert ("ScaleRows", "void*", "int64_t", "int64_t", "int64_t", "const void*") in files
+    assert {f: sorted(where) for f, where in files.items() if len(where) > 1} == {}
+
+
 def test_the_page_names_every_folder():
     cpp = {f"src/{p.name}" for p in (ROOT / "src").iterdir() if p.is_dir()} | {"include/jumar"}
     assert set(_table("C++")) == cpp

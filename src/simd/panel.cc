@@ -294,7 +294,7 @@ void DotRows(DType dtype, const void* dy, int64_t dy_stride, const void* out, in
 }
 
 template <typename T>
-PanelKernel MakeKernel() {
+PanelKernel MakePanelKernel() {
   PanelKernel kernel;
   kernel.width = 2 * static_cast<int64_t>(hn::Lanes(hn::ScalableTag<T>()));
   kernel.mask = &MaskPanel<T>;
@@ -311,8 +311,8 @@ PanelKernel MakeKernel() {
 }
 
 const PanelKernel* KernelOf(bool f64) {
-  static const PanelKernel k32 = MakeKernel<float>();
-  static const PanelKernel k64 = MakeKernel<double>();
+  static const PanelKernel k32 = MakePanelKernel<float>();
+  static const PanelKernel k64 = MakePanelKernel<double>();
   return f64 ? &k64 : &k32;
 }
 

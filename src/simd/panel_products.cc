@@ -32,7 +32,7 @@ constexpr int64_t kRowsAhead = 16;  // that are fetched while rows are packed: t
 constexpr int64_t kLine = 64;
 
 template <typename T>
-HWY_INLINE int64_t Width() {
+HWY_INLINE int64_t PanelWidth() {
   return static_cast<int64_t>(2 * hn::Lanes(hn::ScalableTag<T>()));
 }
 
@@ -105,7 +105,7 @@ auto ProductOf(int64_t rows) {
 
 template <bool kByRows, typename T>
 void Multiply(const PanelProduct& x, const PanelTile* tiles, int64_t count) {
-  const int64_t width = Width<T>();
+  const int64_t width = PanelWidth<T>();
   const T* b = static_cast<const T*>(x.b);
   for (int64_t j = 0; j < x.n; j += width, b += x.b_panel) {
     const bool two = 2 * (x.n - j) > width;
@@ -175,19 +175,8 @@ template <typename T>
 void Pack(const PanelRows& p) {
   WithStored<T>(p.dtype, [&](auto type) HWY_ATTR {
     using S = decltype(type);
-    (p.col_stride == 1 || p.cols == 1) && p.col % Width<T>() == 0 ? PackWhole<T, S>(p) : PackScattered<T, S>(p);
+    (p.col_stride == 1 || p.cols == 1) && p.col % PanelWidth<T>() == 0 ? PackWhole<T, S>(p) : PackScattered<T, S>(p);
   });
-}
-
-template <typename T>
-void ScaleRows(void* x, int64_t rows, int64_t cols, int64_t ld, const void* y) {
-  const hn::ScalableTag<T> d;
-  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
-  T* row = static_cast<T*>(x);
-  for (int64_t i = 0; i < rows; ++i, row += ld) {
-    const auto factor = hn::Set(d, static_cast<const T*>(y)[i]);
-    for (int64_t j = 0; j < cols; j += lanes) hn::StoreU(hn::Mul(hn::LoadU(d, row + j), factor), d, row + j);
-  }
 }
 
 template <typename T>
@@ -210,8 +199,7 @@ void ScaleAll(void* x, int64_t count, double y) {
 
 template <typename T>
 PanelProducts MakePanelProducts() {
-  return {Width<T>(), kTileRows,     &Multiply<true, T>, &Multiply<false, T>,
-          &Pack<T>,   &ScaleRows<T>, &AddAll<T>,         &ScaleAll<T>};
+  return {PanelWidth<T>(), kTileRows, &Multiply<true, T>, &Multiply<false, T>, &Pack<T>, &AddAll<T>, &ScaleAll<T>};
 }
 
 const PanelProducts* PanelProductsOf(bool f64) {

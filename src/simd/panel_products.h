@@ -54,8 +54,6 @@ struct PanelProducts {
   // a is a panel [k, i] with i < width: its transpose is the left operand. a_panel is not used.
   void (*by_columns)(const PanelProduct&, const PanelTile* tiles, int64_t count);
   void (*pack)(const PanelRows&);
-  // x[i, 0 .. cols) *= y[i] for rows of `ld` elements; cols is a multiple of the width.
-  void (*scale_rows)(void* x, int64_t rows, int64_t cols, int64_t ld, const void* y);
   // x[i] += y[i]
   void (*add)(void* x, int64_t count, const void* y);
   // x[i] *= y

@@ -196,7 +196,7 @@ class Forward {
         C* sums = acc + i * acc_stride;
         if (plan_.panel.softmax(
                 {visible, seen, scaled ? 1.0 : plan_.in.scale, max + i * width, sum + i * width, rescale})) {
-          plan_.products.scale_rows(sums, p.rows, v_columns_, v_columns_, rescale);
+          plan_.panel.scale_rows(sums, v_columns_, p.rows, v_columns_, rescale);
         }
         if (keep != nullptr) {
           plan_.Keep(s, p.head, p.row, p.rows, key + keys.begin, seen, keep);
@@ -220,7 +220,7 @@ class Forward {
   // Divides by the sums and stores; a row without keys has sum 0 and sums of products 0.
   void Finish(const AttentionSequence& s, const Panel& p, C* acc, const C* max, const C* sum, C* inverse) {
     for (int64_t r = 0; r < p.rows; ++r) inverse[r] = sum[r] == 0 ? C(0) : C(1) / sum[r];
-    plan_.products.scale_rows(acc, p.rows, v_columns_, v_columns_, inverse);
+    plan_.panel.scale_rows(acc, v_columns_, p.rows, v_columns_, inverse);
     const int64_t row = s.q_begin + p.row;
     plan_.Store(acc, v_columns_, p.rows, out_, s.batch, p.head, row);
     for (int64_t r = 0; r < p.rows; ++r) {
