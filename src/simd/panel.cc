@@ -244,6 +244,24 @@ void MultiplyAll(void* x, int64_t count, const void* y) {
 }
 
 template <typename T>
+void AddAll(void* x, int64_t count, const void* y) {
+  const hn::ScalableTag<T> d;
+  T* p = static_cast<T*>(x);
+  const T* q = static_cast<const T*>(y);
+  ForEachVector(d, static_cast<size_t>(count),
+                [&](const auto& load, const auto& store) HWY_ATTR { store(hn::Add(load(p), load(q)), p); });
+}
+
+template <typename T>
+void ScaleAll(void* x, int64_t count, double y) {
+  const hn::ScalableTag<T> d;
+  T* p = static_cast<T*>(x);
+  const auto factor = hn::Set(d, static_cast<T>(y));
+  ForEachVector(d, static_cast<size_t>(count),
+                [&](const auto& load, const auto& store) HWY_ATTR { store(hn::Mul(load(p), factor), p); });
+}
+
+template <typename T>
 bool Finite(const void* x, int64_t count) {
   const hn::ScalableTag<T> d;
   const T* p = static_cast<const T*>(x);
@@ -304,6 +322,8 @@ PanelKernel MakePanelKernel() {
   kernel.scale_lanes = &ScaleLanes<T>;
   kernel.scale_rows = &ScaleRows<T>;
   kernel.multiply = &MultiplyAll<T>;
+  kernel.add = &AddAll<T>;
+  kernel.scale = &ScaleAll<T>;
   kernel.finite = &Finite<T>;
   kernel.dot_lanes = &DotLanes<T>;
   kernel.dot_rows = &DotRows;

@@ -75,6 +75,10 @@ struct PanelKernel {
   void (*scale_rows)(void* x, int64_t ld, int64_t rows, int64_t cols, const void* y);
   // x[i] *= y[i]
   void (*multiply)(void* x, int64_t count, const void* y);
+  // x[i] += y[i]
+  void (*add)(void* x, int64_t count, const void* y);
+  // x[i] *= y
+  void (*scale)(void* x, int64_t count, double y);
   bool (*finite)(const void* x, int64_t count);
   // dots[query] = sum over rows of x[row, query] * y[row, query]
   void (*dot_lanes)(const void* x, const void* y, int64_t rows, void* dots);

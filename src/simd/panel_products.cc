@@ -180,26 +180,8 @@ void Pack(const PanelRows& p) {
 }
 
 template <typename T>
-void AddAll(void* x, int64_t count, const void* y) {
-  const hn::ScalableTag<T> d;
-  T* p = static_cast<T*>(x);
-  const T* q = static_cast<const T*>(y);
-  ForEachVector(d, static_cast<size_t>(count),
-                [&](const auto& load, const auto& store) HWY_ATTR { store(hn::Add(load(p), load(q)), p); });
-}
-
-template <typename T>
-void ScaleAll(void* x, int64_t count, double y) {
-  const hn::ScalableTag<T> d;
-  T* p = static_cast<T*>(x);
-  const auto factor = hn::Set(d, static_cast<T>(y));
-  ForEachVector(d, static_cast<size_t>(count),
-                [&](const auto& load, const auto& store) HWY_ATTR { store(hn::Mul(load(p), factor), p); });
-}
-
-template <typename T>
 PanelProducts MakePanelProducts() {
-  return {PanelWidth<T>(), kTileRows, &Multiply<true, T>, &Multiply<false, T>, &Pack<T>, &AddAll<T>, &ScaleAll<T>};
+  return {PanelWidth<T>(), kTileRows, &Multiply<true, T>, &Multiply<false, T>, &Pack<T>};
 }
 
 const PanelProducts* PanelProductsOf(bool f64) {

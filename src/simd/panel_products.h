@@ -54,10 +54,6 @@ struct PanelProducts {
   // a is a panel [k, i] with i < width: its transpose is the left operand. a_panel is not used.
   void (*by_columns)(const PanelProduct&, const PanelTile* tiles, int64_t count);
   void (*pack)(const PanelRows&);
-  // x[i] += y[i]
-  void (*add)(void* x, int64_t count, const void* y);
-  // x[i] *= y
-  void (*scale)(void* x, int64_t count, double y);
 };
 
 // For float (double) elements throughout.

@@ -165,8 +165,8 @@ class Backward {
       std::copy(unit.dk(), unit.dk() + n * ld_k_, dk);
       std::copy(unit.dv(), unit.dv() + n * ld_v_, dv);
     } else if (before >= 0 && any) {
-      plan_.products.add(dk, n * ld_k_, unit.dk());
-      plan_.products.add(dv, n * ld_v_, unit.dv());
+      plan_.panel.add(dk, n * ld_k_, unit.dk());
+      plan_.panel.add(dv, n * ld_v_, unit.dv());
     }
     if (g_.shares_pse() && any) {
       for (int64_t i = 0; i < item.units[static_cast<size_t>(index)].heads; ++i) {
@@ -175,7 +175,7 @@ class Backward {
       }
     }
     if (Other(item, index, 1, block) < 0) {
-      plan_.products.scale(dk, n * ld_k_, plan_.in.scale);
+      plan_.panel.scale(dk, n * ld_k_, plan_.in.scale);
       StoreKeys(item, key, n, dk, dv);
     }
     if (!alone) item.done[static_cast<size_t>(block)].store(index, std::memory_order_release);

@@ -220,7 +220,7 @@ void BackwardUnit<C>::AddPse(const Block& b, int64_t key, const PanelKeys& keys,
 
 template <typename C>
 void BackwardUnit<C>::StoreQueries() {
-  plan_.products.scale(dq_, unit_.heads * unit_.rows * ld_k_, plan_.in.scale);
+  plan_.panel.scale(dq_, unit_.heads * unit_.rows * ld_k_, plan_.in.scale);
   for (int64_t i = 0; i < unit_.heads; ++i) {
     const C* dq = dq_ + i * unit_.rows * ld_k_;
     const int64_t row = s_.q_begin + unit_.row;
