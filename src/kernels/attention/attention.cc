@@ -29,10 +29,9 @@ class Forward {
     };
     while (panels > 1 && tasks() < 2 * NumThreads()) panels = (panels + 1) / 2;
     task_rows_ = panels * plan.width;
-    key_panel_ = plan.PanelOf(plan.key_block);
     v_begin_ = plan.DotKeys(plan.Columns());
     v_columns_ = plan.Padded(plan.shape.dv);
-    block_size_ = v_begin_ + v_columns_ / plan.width * key_panel_;
+    block_size_ = v_begin_ + plan.OverKeys(plan.shape.dv);
   }
 
   void Run() {
@@ -128,14 +127,18 @@ class Forward {
     });
   }
 
+  AttentionPlan::Rows Values(const Item& item) const {
+    static constexpr TensorView kNone{};
+    return {plan_.in.v, kNone, item.s->batch, item.kv_head, item.s->k_begin};
+  }
+
   void PackKeys(const Item& item, int64_t block) const {
     const AttentionSequence& s = *item.s;
     const int64_t key = block * plan_.key_block;
     const int64_t n = std::min(plan_.key_block, s.k_len - key);
     C* packed = item.packed + block * block_size_;
     plan_.PackDotKeys({plan_.in.k, plan_.in.k_rope, s.batch, item.kv_head, s.k_begin}, key, n, packed);
-    plan_.Pack({plan_.in.v, {}, s.batch, item.kv_head, s.k_begin}, key, n, key_panel_, packed + v_begin_);
-    const bool finite = FiniteRows(plan_, packed + v_begin_, key_panel_, 0, n, plan_.shape.dv);
+    const bool finite = plan_.PackOverKeys(Values(item), key, n, packed + v_begin_);
     item.state[block] = finite ? Packed::kFinite : Packed::kNotFinite;
   }
 
@@ -163,6 +166,7 @@ class Forward {
     C* sum = frame.Alloc<C>(count * width);
     C* rescale = frame.Alloc<C>(width);
     C* scores = frame.Alloc<C>(plan_.key_block * width);
+    C* terms = frame.Alloc<C>(plan_.TermElements());
     C* keep = plan_.drops() ? frame.Alloc<C>(plan_.key_block * width) : nullptr;
     void* work = frame.AllocBytes(static_cast<size_t>(plan_.ScoreWorkBytes() + width * plan_.key_block * 8));
     C* q_packed = frame.Alloc<C>(plan_.Padded(plan_.Columns()) / width * plan_.PanelOf(width));
@@ -196,20 +200,14 @@ class Forward {
         C* sums = acc + i * acc_stride;
         if (plan_.panel.softmax(
                 {visible, seen, scaled ? 1.0 : plan_.in.scale, max + i * width, sum + i * width, rescale})) {
-          plan_.panel.scale_rows(sums, v_columns_, p.rows, v_columns_, rescale);
+          plan_.ScaleSums(sums, shape.dv, p.rows, rescale);
         }
         if (keep != nullptr) {
           plan_.Keep(s, p.head, p.row, p.rows, key + keys.begin, seen, keep);
           plan_.panel.multiply(visible, seen * width, keep);
         }
-        PanelTile tiles[kMaxTiles];
-        const int64_t tile_count = plan_.QueryTiles(s, p.row, p.rows, key, keys, tiles);
-        const PanelProduct product{scores, 0, v_packed, key_panel_, shape.dv, sums, v_columns_, true};
-        if (!finite && (keys.by_mask || keys.by_position)) {
-          MultiplySkippingZeros(plan_, false, product, tiles, tile_count);
-        } else {
-          plan_.products.by_columns(product, tiles, tile_count);
-        }
+        plan_.Split(keys, scores, nullptr, terms);
+        plan_.AddOverKeys({s, p.row, p.rows, key, keys, scores, terms, v_packed, finite, Values(item), sums});
       }
     }
     for (int64_t i = 0; i < count; ++i) {
@@ -219,10 +217,10 @@ class Forward {
 
   // Divides by the sums and stores; a row without keys has sum 0 and sums of products 0.
   void Finish(const AttentionSequence& s, const Panel& p, C* acc, const C* max, const C* sum, C* inverse) {
-    for (int64_t r = 0; r < p.rows; ++r) inverse[r] = sum[r] == 0 ? C(0) : C(1) / sum[r];
-    plan_.panel.scale_rows(acc, v_columns_, p.rows, v_columns_, inverse);
+    for (int64_t r = 0; r < plan_.width; ++r) inverse[r] = sum[r] == 0 ? C(0) : C(1) / sum[r];
+    plan_.ScaleSums(acc, plan_.shape.dv, p.rows, inverse);
     const int64_t row = s.q_begin + p.row;
-    plan_.Store(acc, v_columns_, p.rows, out_, s.batch, p.head, row);
+    plan_.StoreSums(acc, plan_.shape.dv, 0, p.rows, out_, s.batch, p.head, row);
     for (int64_t r = 0; r < p.rows; ++r) {
       C* m = reinterpret_cast<C*>(Element(max_, s.batch, p.head, row + r));
       C* l = reinterpret_cast<C*>(Element(sum_, s.batch, p.head, row + r));
@@ -239,7 +237,7 @@ class Forward {
   const TensorView& sum_;
   int64_t task_rows_;
   // A packed block: keys, then values from v_begin_ on.
-  int64_t key_panel_, v_begin_, v_columns_, block_size_;
+  int64_t v_begin_, v_columns_, block_size_;
 };
 
 }  // namespace

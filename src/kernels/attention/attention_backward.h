@@ -65,6 +65,9 @@ class BackwardUnit {
   };
 
   int64_t PanelAt(int64_t i, int64_t row) const { return i * panels_ + row / width_; }
+  AttentionPlan::Rows QueriesOf(int64_t head) const;
+  AttentionPlan::Rows GradientsOf(int64_t head) const;
+  AttentionPlan::Rows KeysOf() const;
   void PackQueries(int64_t i);
   void Statistics(int64_t i);
   void PackKeys(int64_t key, int64_t n);
@@ -79,19 +82,21 @@ class BackwardUnit {
   int64_t kv_head_, first_head_;
   int64_t width_, query_rows_, panels_;  // panels of a head
   int64_t ld_k_, ld_v_, tile_;           // tile: elements of a panel of scores
-  int64_t key_panel_, query_panel_;      // panel strides of packed keys and queries
+  int64_t query_panel_;                  // panel stride of packed queries
   int64_t q_stride_, dy_stride_;         // from one head's packed queries to the next's
   int64_t qt_stride_, dyt_stride_;       // from one turned panel to the next
   bool packed_ = false;                  // the current block of keys
   bool finite_keys_ = true;
-  // Of all panels of all heads: statistics [width]; dq [rows, ld_k].
+  // Of all panels of all heads: statistics [width]; sums of dq.
   C *max_, *inverse_, *delta_, *dq_;
-  C *q_, *dy_;         // packed rows, per head
+  C *q_, *dy_;         // rows for sums over queries, per head
   C *qt_, *dyt_;       // as scores and dp take them, per panel
   bool* finite_;       // q and dy of a block of queries, [heads, blocks, 2]
-  C* k_;               // packed rows of the block of keys
+  C* k_;               // the block of keys for sums over it
   C *dot_k_, *dot_v_;  // and as scores and dp take them
   C *p_, *ds_, *keep_;
+  C *p_terms_, *ds_terms_;  // of all panels of a block of queries, as sums over queries take them
+  C* terms_;                // ds of one panel, as sums over keys take it
   C *dk_, *dv_, *dpse_;
   void* work_;
 };

@@ -5,7 +5,10 @@
 namespace jumar {
 namespace {
 
-constexpr int64_t kQueryRows = 64;  // queries whose probabilities are kept at a time: a longer sum has a larger error
+// Queries whose probabilities are kept at a time: a longer sum of fp32 products has a larger error, a short one of bf16
+// loads and stores its results too often.
+constexpr int64_t kQueryRows = 64;
+constexpr int64_t kSplitQueryRows = 128;
 constexpr TensorView kNone{};
 
 }  // namespace
@@ -20,36 +23,37 @@ BackwardUnit<C>::BackwardUnit(const AttentionGradients& g, const AttentionSequen
       kv_head_(kv_head),
       first_head_(kv_head * g.plan.shape.group + shape.head),
       width_(g.plan.width) {
-  query_rows_ = std::max(width_, kQueryRows / width_ * width_);
+  query_rows_ = std::max(width_, (plan_.split == nullptr ? kQueryRows : kSplitQueryRows) / width_ * width_);
   panels_ = CeilDiv(unit_.rows, width_);
   ld_k_ = LdK(plan_);
   ld_v_ = LdV(plan_);
   tile_ = plan_.key_block * width_;
-  key_panel_ = plan_.PanelOf(plan_.key_block);
   query_panel_ = plan_.PanelOf(unit_.rows);
-  q_stride_ = ld_k_ / width_ * query_panel_;
-  dy_stride_ = ld_v_ / width_ * query_panel_;
+  q_stride_ = plan_.OverQueries(plan_.Columns(), unit_.rows);
+  dy_stride_ = plan_.OverQueries(plan_.shape.dv, unit_.rows);
   qt_stride_ = plan_.DotQueries(plan_.Columns());
   dyt_stride_ = plan_.DotQueries(plan_.shape.dv);
   const int64_t heads = unit_.heads;
   const int64_t q_panels = query_rows_ / width_;
   for (C** x : {&max_, &inverse_, &delta_}) *x = frame.Alloc<C>(heads * panels_ * width_);
-  dq_ = frame.Alloc<C>(heads * unit_.rows * ld_k_);
+  dq_ = frame.Alloc<C>(heads * panels_ * width_ * ld_k_);
   q_ = frame.Alloc<C>(heads * q_stride_);
   dy_ = frame.Alloc<C>(heads * dy_stride_);
   qt_ = frame.Alloc<C>(heads * panels_ * qt_stride_);
   dyt_ = frame.Alloc<C>(heads * panels_ * dyt_stride_);
   finite_ = frame.Alloc<bool>(heads * CeilDiv(unit_.rows, query_rows_) * 2);
-  k_ = frame.Alloc<C>(ld_k_ / width_ * key_panel_);
+  k_ = frame.Alloc<C>(plan_.OverKeys(plan_.Columns()));
   dot_k_ = plan_.dots == nullptr ? k_ : frame.Alloc<C>(plan_.DotKeys(plan_.Columns()));
   dot_v_ = frame.Alloc<C>(plan_.DotKeys(plan_.shape.dv));
   for (C** x : {&p_, &ds_}) *x = frame.Alloc<C>(q_panels * tile_);
+  for (C** x : {&p_terms_, &ds_terms_}) *x = frame.Alloc<C>(q_panels * plan_.TermElements());
+  terms_ = frame.Alloc<C>(plan_.TermElements());
   keep_ = plan_.drops() ? frame.Alloc<C>(tile_) : nullptr;
   dk_ = frame.Alloc<C>(plan_.key_block * ld_k_);
   dv_ = frame.Alloc<C>(plan_.key_block * ld_v_);
   dpse_ = g.shares_pse() ? frame.Alloc<C>(heads * plan_.key_block) : nullptr;
   work_ = frame.AllocBytes(static_cast<size_t>(plan_.ScoreWorkBytes()) + static_cast<size_t>(tile_) * sizeof(C));
-  std::fill(dq_, dq_ + heads * unit_.rows * ld_k_, C(0));
+  std::fill(dq_, dq_ + heads * panels_ * width_ * ld_k_, C(0));
   for (int64_t i = 0; i < heads; ++i) {
     PackQueries(i);
     Statistics(i);
@@ -57,14 +61,27 @@ BackwardUnit<C>::BackwardUnit(const AttentionGradients& g, const AttentionSequen
 }
 
 template <typename C>
+AttentionPlan::Rows BackwardUnit<C>::QueriesOf(int64_t head) const {
+  return {plan_.in.q, plan_.in.q_rope, s_.batch, head, s_.q_begin};
+}
+template <typename C>
+AttentionPlan::Rows BackwardUnit<C>::GradientsOf(int64_t head) const {
+  return {g_.dy, kNone, s_.batch, head, s_.q_begin};
+}
+template <typename C>
+AttentionPlan::Rows BackwardUnit<C>::KeysOf() const {
+  return {plan_.in.k, plan_.in.k_rope, s_.batch, kv_head_, s_.k_begin};
+}
+
+template <typename C>
 void BackwardUnit<C>::PackQueries(int64_t i) {
   const int64_t head = HeadAt(i);
   C* q = q_ + i * q_stride_;
   C* dy = dy_ + i * dy_stride_;
-  const AttentionPlan::Rows q_rows{plan_.in.q, plan_.in.q_rope, s_.batch, head, s_.q_begin};
-  const AttentionPlan::Rows dy_rows{g_.dy, kNone, s_.batch, head, s_.q_begin};
-  plan_.Pack(q_rows, unit_.row, unit_.rows, query_panel_, q);
-  plan_.Pack(dy_rows, unit_.row, unit_.rows, query_panel_, dy);
+  const AttentionPlan::Rows q_rows = QueriesOf(head);
+  const AttentionPlan::Rows dy_rows = GradientsOf(head);
+  plan_.PackOverQueries(q_rows, unit_.row, unit_.rows, q);
+  plan_.PackOverQueries(dy_rows, unit_.row, unit_.rows, dy);
   for (int64_t r = 0; r < unit_.rows; r += width_) {
     const int64_t rows = std::min(width_, unit_.rows - r);
     const int64_t at = PanelAt(i, r);
@@ -74,8 +91,8 @@ void BackwardUnit<C>::PackQueries(int64_t i) {
   bool* finite = finite_ + i * CeilDiv(unit_.rows, query_rows_) * 2;
   for (int64_t r = 0; r < unit_.rows; r += query_rows_, finite += 2) {
     const int64_t rows = std::min(query_rows_, unit_.rows - r);
-    finite[0] = FiniteRows(plan_, q, query_panel_, r, rows, ld_k_);
-    finite[1] = FiniteRows(plan_, dy, query_panel_, r, rows, ld_v_);
+    finite[0] = plan_.FiniteOverQueries(q, plan_.Columns(), unit_.rows, r, rows);
+    finite[1] = plan_.FiniteOverQueries(dy, plan_.shape.dv, unit_.rows, r, rows);
   }
 }
 
@@ -109,13 +126,12 @@ bool BackwardUnit<C>::Keys(int64_t block) {
 
 template <typename C>
 void BackwardUnit<C>::PackKeys(int64_t key, int64_t n) {
-  const AttentionPlan::Rows k{plan_.in.k, plan_.in.k_rope, s_.batch, kv_head_, s_.k_begin};
-  plan_.Pack(k, key, n, key_panel_, k_);
+  const AttentionPlan::Rows k = KeysOf();
+  finite_keys_ = plan_.PackOverKeys(k, key, n, k_);
   if (plan_.dots != nullptr) plan_.PackDotKeys(k, key, n, dot_k_);
   plan_.PackDotKeys({plan_.in.v, kNone, s_.batch, kv_head_, s_.k_begin}, key, n, dot_v_);
-  finite_keys_ = FiniteRows(plan_, k_, key_panel_, 0, n, ld_k_);
-  std::fill(dk_, dk_ + n * ld_k_, C(0));
-  std::fill(dv_, dv_ + n * ld_v_, C(0));
+  std::fill(dk_, dk_ + plan_.key_block * ld_k_, C(0));
+  std::fill(dv_, dv_ + plan_.key_block * ld_v_, C(0));
   if (dpse_ != nullptr) std::fill(dpse_, dpse_ + unit_.heads * plan_.key_block, C(0));
   packed_ = true;
 }
@@ -155,15 +171,15 @@ bool BackwardUnit<C>::Queries(const Block& b, int64_t key, int64_t n) {
       std::fill(x + k.end * width_, x + to * width_, C(0));
     }
   }
-  PanelTile tiles[kMaxTiles];
-  const int64_t count = plan_.KeyTiles(s_, unit_.row + b.row, b.rows, key, all.begin, all.end, tiles);
   const bool* finite = finite_ + (b.i * CeilDiv(unit_.rows, query_rows_) + b.row / query_rows_) * 2;
-  const auto product = [&](const C* left, const C* right, C* sums, int64_t columns, int64_t ld, bool clean) {
-    const PanelProduct x{left, tile_, right + b.row * width_, query_panel_, columns, sums, ld, true};
-    clean ? plan_.products.by_rows(x, tiles, count) : MultiplySkippingZeros(plan_, true, x, tiles, count);
+  const auto add = [&](const C* panel, const C* terms, const C* packed, const AttentionPlan::Rows& from, bool clean,
+                       C* sums) {
+    plan_.AddOverQueries({s_, unit_.row + b.row, b.rows, key, all.begin, all.end, keys, panel, terms, packed,
+                          unit_.rows, b.row, clean, from, sums});
   };
-  product(p_, dy_ + b.i * dy_stride_, dv_, plan_.shape.dv, ld_v_, !masked || finite[1]);
-  product(ds_, q_ + b.i * q_stride_, dk_, plan_.Columns(), ld_k_, !masked || finite[0]);
+  const bool spared = plan_.split == nullptr && !masked;  // no product of a hidden key
+  add(p_, p_terms_, dy_ + b.i * dy_stride_, GradientsOf(head), spared || finite[1], dv_);
+  add(ds_, ds_terms_, q_ + b.i * q_stride_, QueriesOf(head), spared || finite[0], dk_);
   return true;
 }
 
@@ -191,11 +207,9 @@ void BackwardUnit<C>::Panel(const Block& b, int64_t t, int64_t key, const PanelK
   g.masked = keys.by_mask || keys.by_position;
   plan_.panel.gradient(g);
   if (g_.dpse != nullptr) AddPse(b, key, keys, ds);
-  PanelTile tiles[kMaxTiles];
-  const int64_t count = plan_.QueryTiles(s_, row, b.rows, key, keys, tiles);
-  const PanelProduct x{ds, 0, k_, key_panel_, plan_.Columns(), dq_ + (b.i * unit_.rows + b.row) * ld_k_, ld_k_, true};
-  !finite_keys_&& g.masked ? MultiplySkippingZeros(plan_, false, x, tiles, count)
-                           : plan_.products.by_columns(x, tiles, count);
+  plan_.Split(keys, p, p_terms_ + t * plan_.TermElements(), nullptr);
+  plan_.Split(keys, ds, ds_terms_ + t * plan_.TermElements(), terms_);
+  plan_.AddOverKeys({s_, row, b.rows, key, keys, ds, terms_, k_, finite_keys_, KeysOf(), dq_ + panel * width_ * ld_k_});
 }
 
 // dpse += scale * ds. Rows that do not serve all queries belong to this unit alone.
@@ -220,13 +234,17 @@ void BackwardUnit<C>::AddPse(const Block& b, int64_t key, const PanelKeys& keys,
 
 template <typename C>
 void BackwardUnit<C>::StoreQueries() {
-  plan_.panel.scale(dq_, unit_.heads * unit_.rows * ld_k_, plan_.in.scale);
+  plan_.panel.scale(dq_, unit_.heads * panels_ * width_ * ld_k_, plan_.in.scale);
+  const int64_t columns = plan_.Columns();
   for (int64_t i = 0; i < unit_.heads; ++i) {
-    const C* dq = dq_ + i * unit_.rows * ld_k_;
-    const int64_t row = s_.q_begin + unit_.row;
-    plan_.Store(dq, ld_k_, unit_.rows, g_.grads.dq, s_.batch, HeadAt(i), row);
-    if (plan_.shape.rope == 0) continue;
-    plan_.Store(dq + plan_.shape.d, ld_k_, unit_.rows, g_.grads.dq_rope, s_.batch, HeadAt(i), row);
+    for (int64_t r = 0; r < unit_.rows; r += width_) {
+      const C* dq = dq_ + PanelAt(i, r) * width_ * ld_k_;
+      const int64_t rows = std::min(width_, unit_.rows - r);
+      const int64_t row = s_.q_begin + unit_.row + r;
+      plan_.StoreSums(dq, columns, 0, rows, g_.grads.dq, s_.batch, HeadAt(i), row);
+      if (plan_.shape.rope == 0) continue;
+      plan_.StoreSums(dq, columns, plan_.shape.d, rows, g_.grads.dq_rope, s_.batch, HeadAt(i), row);
+    }
   }
 }
 

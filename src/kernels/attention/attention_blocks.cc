@@ -94,6 +94,7 @@ AttentionPlan::AttentionPlan(const AttentionInputs& inputs, const AttentionShape
       panel(ChoosePanelKernel(checked.compute == DType::kF64)),
       products(ChoosePanelProducts(checked.compute == DType::kF64)),
       dots(DotKernel(checked.dtype, panel.width)),
+      split(dots != nullptr && dots == GemmKernelAmx(gemm) ? SplitKernelAmx() : nullptr),
       width(panel.width),
       key_block(132 / DotRows(*this) * DotRows(*this)) {
   int64_t bits = 0;
@@ -168,25 +169,6 @@ void AttentionPlan::Pack(const Rows& from, int64_t row, int64_t rows, int64_t pa
     products.pack(p);
     p.col += p.cols;
   }
-}
-
-int64_t AttentionPlan::QueryTiles(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key,
-                                  const PanelKeys& keys, PanelTile* tiles) const {
-  return EvenTiles(0, rows, products.tile_rows, tiles, [&](const PanelTile& t) {
-    return std::pair(std::max(keys.begin, Low(s, row + t.row) - key),
-                     std::min(keys.end, High(s, row + t.row + t.rows - 1) - key));
-  });
-}
-
-int64_t AttentionPlan::KeyTiles(const AttentionSequence& s, int64_t row, int64_t rows, int64_t key, int64_t begin,
-                                int64_t end, PanelTile* tiles) const {
-  return EvenTiles(begin, end, products.tile_rows, tiles, [&](const PanelTile& t) {
-    const int64_t first = key + t.row;
-    const int64_t last = first + t.rows - 1;
-    // Query i sees keys from i + low on, up to i + high or the prefix.
-    const int64_t from = first < s.prefix ? 0 : first - s.high;
-    return std::pair(std::max<int64_t>(0, from - row), std::min(rows, last - s.low + 1 - row));
-  });
 }
 
 int64_t AttentionPlan::ScoreWorkBytes() const {
@@ -353,42 +335,6 @@ void AttentionPlan::Keep(const AttentionSequence& s, int64_t head, int64_t row, 
       }
     }
   }
-}
-
-namespace {
-
-template <typename T>
-void SkipZeros(int64_t width, bool by_rows, const PanelProduct& x, const PanelTile& tile) {
-  const T* a = static_cast<const T*>(x.a);
-  const T* b = static_cast<const T*>(x.b);
-  T* c = static_cast<T*>(x.c);
-  for (int64_t i = tile.row; i < tile.row + tile.rows; ++i) {
-    for (int64_t j = 0; j < x.n; ++j) {
-      T sum = 0;
-      for (int64_t k = tile.begin; k < tile.end; ++k) {
-        const T left = by_rows ? a[k / width * x.a_panel + i * width + k % width] : a[k * width + i];
-        if (left != 0) sum += left * b[j / width * x.b_panel + k * width + j % width];
-      }
-      c[i * x.ldc + j] += sum;
-    }
-  }
-}
-
-}  // namespace
-
-void MultiplySkippingZeros(const AttentionPlan& plan, bool by_rows, const PanelProduct& x, const PanelTile* tiles,
-                           int64_t count) {
-  const auto skip = plan.shape.compute == DType::kF64 ? &SkipZeros<double> : &SkipZeros<float>;
-  for (int64_t t = 0; t < count; ++t) skip(plan.width, by_rows, x, tiles[t]);
-}
-
-bool FiniteRows(const AttentionPlan& plan, const void* packed, int64_t panel_stride, int64_t row, int64_t rows,
-                int64_t cols) {
-  for (int64_t c = 0; c < cols; c += plan.width) {
-    const void* first = At(packed, c / plan.width * panel_stride + row * plan.width, plan.ComputeBytes());
-    if (!plan.panel.finite(first, rows * plan.width)) return false;
-  }
-  return true;
 }
 
 }  // namespace jumar

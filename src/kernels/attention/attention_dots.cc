@@ -2,21 +2,23 @@
 #include "kernels/attention/attention_blocks.h"
 
 namespace jumar {
-namespace {
 
-// Rows [row, row + rows) of `from` as the kernel packs them: the columns of a rope follow the others.
-void PackBF16(const AttentionPlan& plan, void (*pack)(const GemmPack&), const AttentionPlan::Rows& from, int64_t row,
-              int64_t rows, int64_t stride, void* out) {
+GemmOperand Turned(GemmOperand x) {
+  std::swap(x.rows, x.k);
+  std::swap(x.row_stride, x.k_stride);
+  return x;
+}
+
+GemmOperand AttentionPlan::BF16Rows(const Rows& from, int64_t row, int64_t rows, ScratchFrame& frame) const {
   const auto operand = [&](const TensorView& x) {
     return GemmOperand{
         Element(x, from.batch, from.head, from.begin + row), x.dtype, rows, x.size[3], x.stride[2], x.stride[3]};
   };
   GemmOperand all = operand(from.x);
-  if (from.rope.rank == 0) return pack({&all, 0, rows, 0, all.k, stride, out});
-  // Side by side first: packed columns go in steps.
-  ScratchFrame frame;
+  if (from.rope.rank == 0) return all;
+  // Side by side: packed columns go in steps.
   const GemmOperand parts[2] = {all, operand(from.rope)};
-  all = {nullptr, all.dtype, rows, plan.Columns(), plan.Columns(), 1};
+  all = {nullptr, all.dtype, rows, Columns(), Columns(), 1};
   uint16_t* joined = frame.Alloc<uint16_t>(rows * all.k);
   all.data = joined;
   for (const GemmOperand& part : parts) {
@@ -26,10 +28,8 @@ void PackBF16(const AttentionPlan& plan, void (*pack)(const GemmPack&), const At
     }
     joined += part.k;
   }
-  pack({&all, 0, rows, 0, all.k, stride, out});
+  return all;
 }
-
-}  // namespace
 
 int64_t AttentionPlan::DotKeys(int64_t columns) const {
   if (dots == nullptr) return Padded(columns) / width * PanelOf(key_block);
@@ -43,16 +43,19 @@ int64_t AttentionPlan::DotQueries(int64_t columns) const {
 
 void AttentionPlan::PackDotKeys(const Rows& from, int64_t row, int64_t rows, void* out) const {
   if (dots == nullptr) return Pack(from, row, rows, PanelOf(key_block), out);
-  const int64_t columns = from.x.size[3] + (from.rope.rank == 0 ? 0 : from.rope.size[3]);
-  PackBF16(*this, dots->pack_a, from, row, rows, dots->PanelStride(dots->mr, columns), out);
+  ScratchFrame frame;
+  const GemmOperand x = BF16Rows(from, row, rows, frame);
+  dots->pack_a({&x, 0, rows, 0, x.k, dots->PanelStride(dots->mr, x.k), out});
 }
 
 void AttentionPlan::PackDotQueries(const Rows& from, int64_t row, int64_t rows, const void* packed,
                                    int64_t panel_stride, int64_t packed_row, void* out) const {
-  const int64_t columns = from.x.size[3] + (from.rope.rank == 0 ? 0 : from.rope.size[3]);
   if (dots != nullptr) {
-    return PackBF16(*this, dots->pack_b, from, row, rows, dots->PanelStride(dots->nr, columns), out);
+    ScratchFrame frame;
+    const GemmOperand x = BF16Rows(from, row, rows, frame);
+    return dots->pack_b({&x, 0, rows, 0, x.k, dots->PanelStride(dots->nr, x.k), out});
   }
+  const int64_t columns = from.x.size[3] + (from.rope.rank == 0 ? 0 : from.rope.size[3]);
   for (int64_t c = 0; c < columns; c += width) {
     const void* first = At(packed, c / width * panel_stride + packed_row * width, ComputeBytes());
     const GemmOperand operand{first, shape.compute, rows, width, width, 1};

@@ -5,6 +5,7 @@
 #if defined(__AMX_BF16__)
 #include <cstring>
 
+#include "kernels/gemm/amx_tiles.h"
 #include "kernels/gemm/pack_bf16_x86.h"
 
 namespace jumar {
@@ -18,30 +19,6 @@ constexpr int64_t kABlock = kMR * kStep;  // packed elements of one step
 constexpr int64_t kRowBytes = 64;         // of an A tile
 constexpr int64_t kBRowBytes = kNR * 4;   // two B tiles lie side by side
 constexpr int64_t kBBlock = kStep / 2 * kNR * 2;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// The tile state of this thread while it multiplies; released at the end so that it costs nothing in a context switch.
-class Tiles {
- public:
-  Tiles() {
-    TileConfig config;
-    for (int t = 0; t < 8; ++t) {
-      config.row_bytes[t] = 64;
-      config.rows[t] = 16;
-    }
-    _tile_loadconfig(&config);
-  }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
-  Tiles& operator=(const Tiles&) = delete;
-};
 
 // c[32 x 32] (+)= a panel * b panel.
 void Block32x32(int64_t steps, const uint16_t* a, const uint16_t* b, float* c, int64_t ldc, bool accumulate) {
