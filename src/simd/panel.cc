@@ -56,17 +56,24 @@ HWY_INLINE bool SoftmaxVector(D d, const PanelSoftmax& a, size_t at, size_t step
   T* sum = static_cast<T*>(a.sum) + at;
   const auto scale = hn::Set(d, static_cast<T>(a.scale));
   const auto old = hn::LoadU(d, max);
-  auto m = old;
-  auto more = old;
   const auto n = static_cast<size_t>(a.n);
-  size_t i = 0;
-  for (; i + 2 * step <= n * step; i += 2 * step) {
-    m = hn::Max(hn::Mul(hn::LoadU(d, s + i), scale), m);
-    more = hn::Max(hn::Mul(hn::LoadU(d, s + i + step), scale), more);
+  // A NaN that the maxima pass over comes back with its exponential.
+  auto m = old;
+  if (a.scale > 0) {
+    // Rounding keeps the order of products: the largest score is the largest scaled one.
+    auto m0 = hn::Set(d, -std::numeric_limits<T>::infinity()), m1 = m0, m2 = m0, m3 = m0;
+    size_t i = 0;
+    for (; i + 4 * step <= n * step; i += 4 * step) {
+      m0 = hn::Max(hn::LoadU(d, s + i), m0);
+      m1 = hn::Max(hn::LoadU(d, s + i + step), m1);
+      m2 = hn::Max(hn::LoadU(d, s + i + 2 * step), m2);
+      m3 = hn::Max(hn::LoadU(d, s + i + 3 * step), m3);
+    }
+    for (; i < n * step; i += step) m0 = hn::Max(hn::LoadU(d, s + i), m0);
+    m = hn::Max(hn::Mul(hn::Max(hn::Max(m0, m1), hn::Max(m2, m3)), scale), old);
+  } else {
+    for (size_t i = 0; i < n * step; i += step) m = hn::Max(hn::Mul(hn::LoadU(d, s + i), scale), m);
   }
-  if (i < n * step) m = hn::Max(hn::Mul(hn::LoadU(d, s + i), scale), m);
-  // A NaN that the maxima passed over comes back with its exponential.
-  m = hn::Max(m, more);
   const auto r = ScoreExp(d, hn::Sub(old, m));
   hn::StoreU(m, d, max);
   hn::StoreU(r, d, static_cast<T*>(a.rescale) + at);
