@@ -20,7 +20,7 @@ template <typename C>
 class Forward {
  public:
   Forward(const SparsePlan& plan, const TensorView& out, const TensorView& max, const TensorView& sum)
-      : plan_(plan), out_(out), max_(max), sum_(sum), ld_(RoundUp(plan.shape.dv, plan.width)) {}
+      : plan_(plan), out_(out), max_(max), sum_(sum), ld_(plan.Ld(plan.shape.dv)) {}
 
   void Run() {
     const int64_t units = plan_.units();
@@ -91,7 +91,7 @@ class Forward {
   void Open(State* s, bool sinks, ScratchFrame& frame) const {
     s->max = frame.Alloc<C>(Lanes());
     s->sum = frame.Alloc<C>(Lanes());
-    s->acc = frame.Alloc<C>(plan_.shape.group * ld_);
+    s->acc = frame.Alloc<C>(plan_.SumElements(plan_.shape.dv));
     const TensorView& x = plan_.in.sinks;
     const bool has = sinks && x.rank != 0;
     for (int64_t i = 0; i < Lanes(); ++i) {
@@ -105,13 +105,12 @@ class Forward {
       plan_.PointTo(s->unit, s->slots.rows + first, n, &work.rows);
       for (int64_t p = 0; p < plan_.panels; ++p) {
         const int64_t lane = p * plan_.width;
-        C* acc = s->acc + lane * ld_;
         plan_.Scores(p, work.rows, s->q, s->q_rope, work.scores);
         const bool moved = plan_.panel.softmax(
             {work.scores, n, plan_.in.scale, s->max + lane, s->sum + lane, work.factor, plan_.half});
-        if (moved && !s->empty) plan_.panel.scale_rows(acc, ld_, plan_.LanesOf(p), plan_.shape.dv, work.factor);
-        plan_.products.sums(
-            {work.rows.v, n, plan_.shape.dv, work.scores, plan_.LanesOf(p), acc, ld_, !s->empty, plan_.stride});
+        if (moved && !s->empty)
+          plan_.panel.scale_rows(s->acc + lane * ld_, ld_, plan_.LanesOf(p), plan_.shape.dv, work.factor);
+        plan_.Sums(p, work.rows, SparsePlan::kValue, work.scores, s->acc, !s->empty);
       }
       s->empty = false;
     });

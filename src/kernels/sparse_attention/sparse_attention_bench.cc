@@ -95,6 +95,7 @@ void Shapes(benchmark::internal::Benchmark* b) {
     b->Args({dtype, 512, 16, 128, 0, 128, 512});
     b->Args({dtype, 2048, 16, 64, 0, 64, 512});
     b->Args({dtype, 2048, 16, 128, 0, 128, 512});
+    b->Args({dtype, 8192, 16, 128, 0, 128, 512});
     b->Args({dtype, 2048, 16, 512, 64, 512, 512});
   }
 }

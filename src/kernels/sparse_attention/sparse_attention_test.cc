@@ -151,6 +151,9 @@ TEST(SparseAttention, MatchesTheOracleOnEveryTarget) {
       c.batch = 2;
       c.index = DType::kI64;
       Call(c, seed += 20).Check("strides");
+      c.heads = 20;
+      c.kv_heads = 2;
+      Call(c, seed += 20).Check("strides, ten heads");
       c = Config();
       c.dtype = dtype;
       c.sinks = true;
@@ -222,6 +225,7 @@ TEST(SparseAttention, FewQueries) {
       c.queries = queries;
       c.sinks = queries == 2;
       c.heads = queries == 15 ? 3 : 9;
+      c.dtype = queries == 2 ? DType::kBF16 : DType::kF32;
       Call(c, 3).Check(std::to_string(queries) + " queries");
       Call none(c, 4);
       // All slots in the last part, and none at all.
@@ -286,6 +290,10 @@ TEST(SparseAttention, KeysThatAreNoSlotDoNotLeak) {
     for (const double bad : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
       Config c;
       c.dr = 4;
+      if (std::isnan(bad)) {
+        c.dtype = DType::kBF16;
+        c.heads = 9;
+      }
       Call clean(c, 3), dirty(c, 3);
       for (Call* call : {&clean, &dirty}) {
         call->indices.Fill([&](int64_t i) { return static_cast<double>(i % 5 == 3 ? 8 : i % 5); });

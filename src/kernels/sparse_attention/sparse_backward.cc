@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "base/check.h"
+#include "base/convert.h"
 #include "base/parallel.h"
 #include "jumar/runtime.h"
 #include "kernels/sparse_attention/sparse_blocks.h"
@@ -73,7 +74,11 @@ class Backward {
   };
 
   static constexpr int64_t Bytes() { return static_cast<int64_t>(sizeof(C)); }
-  int64_t AcrossPanel() const { return plan_.PanelElements(width_); }
+  // Of width_ columns of the heads of a panel.
+  int64_t AcrossPanel() const {
+    if (plan_.tiles != nullptr) return width_ / kTileHeads * plan_.AcrossBlock() / 2;
+    return plan_.PanelElements(width_);
+  }
   int64_t AcrossElements(const Part& part) const { return plan_.panels * part.ld / width_ * AcrossPanel(); }
   int64_t Rows() const { return shape_.batch * shape_.kv_heads * shape_.keys; }
 
@@ -118,24 +123,31 @@ class Backward {
       }
     }
     for (State& s : states) {
-      if (s.empty) {
-        std::fill_n(s.dq, shape_.group * Ld(shape_.d), C(0));
-        std::fill_n(s.dq_rope, shape_.group * Ld(shape_.dr), C(0));
-      }
-      plan_.StoreHeads(s.dq, Ld(shape_.d), g_.dq, s.item->unit);
-      if (shape_.dr > 0) plan_.StoreHeads(s.dq_rope, Ld(shape_.dr), g_.dq_rope, s.item->unit);
+      StoreQueries(s, s.dq, g_.dq);
+      if (shape_.dr > 0) StoreQueries(s, s.dq_rope, g_.dq_rope);
     }
   }
 
-  int64_t Ld(int64_t cols) const { return RoundUp(cols, width_); }
+  // ds is without the scale of the scores.
+  void StoreQueries(const State& s, C* sums, const TensorView& out) const {
+    const int64_t ld = plan_.Ld(out.size[3]);
+    if (s.empty) std::fill_n(sums, shape_.group * ld, C(0));
+    plan_.panel.scale(sums, shape_.group * ld, plan_.in.scale);
+    plan_.StoreHeads(sums, ld, out, s.item->unit);
+  }
 
   State Open(Item* item, int64_t index, ScratchFrame& frame) {
     const SparseUnit& unit = item->unit = plan_.Unit(index);
     plan_.ListSlots(unit, item->slots);
     for (size_t i = 0; i < parts_.size(); ++i) {
-      const GemmOperand across = plan_.Across(*parts_[i].x, unit);
       for (int64_t p = 0; p < plan_.panels; ++p) {
         C* to = item->across[i] + p * (parts_[i].ld / width_) * AcrossPanel();
+        if (plan_.tiles != nullptr) {
+          plan_.tiles->pack_across(plan_.Along(*parts_[i].x, unit), p * width_, plan_.LanesOf(p), plan_.AcrossBlock(),
+                                   to);
+          continue;
+        }
+        const GemmOperand across = plan_.Across(*parts_[i].x, unit);
         plan_.gemm.pack_b({&across, 0, parts_[i].cols, p * width_, plan_.LanesOf(p), AcrossPanel(), to});
       }
     }
@@ -151,8 +163,8 @@ class Backward {
     s.inverse = frame.Alloc<C>(lanes);
     s.delta = frame.Alloc<C>(lanes);
     std::fill_n(s.delta, lanes, C(0));
-    s.dq = frame.Alloc<C>(shape_.group * Ld(shape_.d));
-    s.dq_rope = frame.Alloc<C>(shape_.group * Ld(shape_.dr));
+    s.dq = frame.Alloc<C>(plan_.SumElements(shape_.d));
+    s.dq_rope = frame.Alloc<C>(plan_.SumElements(shape_.dr));
     plan_.PackLanes(plan_.in.q, unit, s.q);
     if (shape_.dr > 0) plan_.PackLanes(plan_.in.q_rope, unit, s.q_rope);
     plan_.PackLanes(dy_, unit, s.dy);
@@ -166,28 +178,25 @@ class Backward {
     return s;
   }
 
-  // delta, and with the scale of the scores that ds wants: of delta and dy.
+  // The sums of dy * out of the unit's heads.
   void Delta(const SparseUnit& unit, const State& s) {
     ScratchFrame frame;
-    C* out = frame.Alloc<C>(plan_.LanesElements(shape_.dv));
-    C* scale = frame.Alloc<C>(plan_.panels * width_);
-    plan_.PackLanes(out_, unit, out);
-    const int64_t lanes = plan_.panels * width_;
-    std::fill_n(scale, lanes, static_cast<C>(plan_.in.scale));
-    if (plan_.deep) {
-      plan_.panel.dot_rows(shape_.compute, s.dy, Ld(shape_.dv), out, Ld(shape_.dv), shape_.group, shape_.dv, s.delta);
-      plan_.panel.scale_rows(s.dy, Ld(shape_.dv), shape_.group, shape_.dv, scale);
-    } else {
-      const int64_t panel = plan_.PanelElements(shape_.dv);
-      for (int64_t p = 0; p < plan_.panels; ++p) {
-        plan_.panel.dot_lanes(s.dy + p * panel, out + p * panel, shape_.dv, s.delta + p * width_);
-        plan_.panel.scale_lanes(s.dy + p * panel, shape_.dv, scale);
-      }
+    TensorView rows[2];
+    for (int i = 0; i < 2; ++i) {
+      const TensorView& x = i == 0 ? dy_ : out_;
+      const GemmOperand heads = plan_.Along(x, unit);
+      rows[i] = Contiguous(const_cast<void*>(heads.data), x.dtype, {heads.rows, heads.k});
+      rows[i].stride[0] = heads.row_stride;
+      rows[i].stride[1] = heads.k_stride;
+      if (heads.k_stride == 1 || heads.k == 1) continue;
+      const TensorView near = Contiguous(frame.Alloc<C>(heads.rows * heads.k), shape_.compute, {heads.rows, heads.k});
+      ConvertAll(rows[i], near);
+      rows[i] = near;
     }
-    if (delta_.data() != nullptr) {
-      std::copy_n(s.delta, shape_.group, static_cast<C*>(delta_.data()) + s.index * shape_.group);
-    }
-    plan_.panel.multiply(s.delta, lanes, scale);
+    plan_.panel.dot_rows(rows[0].dtype, rows[0].data, rows[0].stride[0], rows[1].data, rows[1].stride[0], shape_.group,
+                         shape_.dv, s.delta);
+    if (delta_.data() == nullptr) return;
+    std::copy_n(s.delta, shape_.group, static_cast<C*>(delta_.data()) + s.index * shape_.group);
   }
 
   // Slots [at, at + n) of a unit.
@@ -196,12 +205,11 @@ class Backward {
     const int64_t all = plan_.Count(item.slots);
     plan_.PointTo(item.unit, item.slots.rows + at, n, rows);
     for (int64_t p = 0; p < plan_.panels; ++p) {
-      const int64_t lanes = plan_.LanesOf(p);
       const int64_t first = p * width_;
       C* prob = item.p + (p * all + at) * plan_.stride;
       C* ds = item.ds + (p * all + at) * plan_.stride;
       plan_.Scores(p, *rows, s->q, s->q_rope, prob);
-      plan_.Dots(p, rows->v, n, shape_.dv, s->dy, ds, false);
+      plan_.Dots(p, *rows, SparsePlan::kValue, s->dy, ds, false);
       PanelGradient gradient{};
       gradient.scores = prob;
       gradient.dp = ds;
@@ -212,11 +220,8 @@ class Backward {
       gradient.delta = s->delta + first;
       gradient.half = plan_.half;
       plan_.panel.gradient(gradient);
-      const auto sums = [&](const void* const* keys, int64_t cols, C* to) {
-        plan_.products.sums({keys, n, cols, ds, lanes, to + first * Ld(cols), Ld(cols), !s->empty, plan_.stride});
-      };
-      sums(rows->k, shape_.d, s->dq);
-      if (shape_.dr > 0) sums(rows->k_rope, shape_.dr, s->dq_rope);
+      plan_.Sums(p, *rows, SparsePlan::kKey, ds, s->dq, !s->empty);
+      if (shape_.dr > 0) plan_.Sums(p, *rows, SparsePlan::kKeyRope, ds, s->dq_rope, !s->empty);
     }
     s->empty = false;
   }
@@ -254,16 +259,21 @@ class Backward {
       C* sums = static_cast<C*>(part.sums.data()) +
                 (unit.batch * shape_.kv_heads + unit.kv_head) * shape_.keys * part.ld + task.col;
       ScratchFrame frame;
-      void** rows = frame.Alloc<void*>(plan_.MaxSlots());
+      void** rows = plan_.tiles != nullptr ? nullptr : frame.Alloc<void*>(plan_.MaxSlots());
       for (size_t i = task.begin; i < task.end; ++i) {
         const SparsePlan::Slots& slots = items[i].slots;
         const int64_t at = slots.begins[task.block];
         const int64_t n = slots.begins[task.block + 1] - at;
         if (n == 0) continue;
-        for (int64_t r = 0; r < n; ++r) rows[r] = sums + slots.rows[at + r] * part.ld;
+        const int32_t* numbers = slots.rows + at;
+        for (int64_t r = 0; r < n && rows != nullptr; ++r) rows[r] = sums + numbers[r] * part.ld;
         for (int64_t p = 0; p < plan_.panels; ++p) {
           const C* panel = items[i].*part.panel + (p * plan_.Count(slots) + at) * plan_.stride;
           const C* across = items[i].across[task.part] + (p * part.ld + task.col) / width_ * AcrossPanel();
+          if (plan_.tiles != nullptr) {
+            plan_.TileUpdate(p, {sums, part.ld, numbers, n, task.cols}, panel, across);
+            continue;
+          }
           plan_.products.updates({rows, n, task.cols, panel, plan_.LanesOf(p), across, AcrossPanel(), plan_.stride});
         }
       }
@@ -281,10 +291,12 @@ class Backward {
         const TensorView& x = *part.out;
         const int64_t at =
             head / shape_.kv_heads * x.stride[0] + row * x.stride[1] + head % shape_.kv_heads * x.stride[2];
+        C* sums = static_cast<C*>(part.sums.data()) + (head * shape_.keys + row) * part.ld;
         GemmStore store{};
-        store.acc = static_cast<const C*>(part.sums.data()) + (head * shape_.keys + row) * part.ld;
+        store.acc = sums;
         store.ld_acc = part.ld;
         store.m = std::min(kRows, shape_.keys - row);
+        if (part.panel == &Item::ds) plan_.panel.scale(sums, store.m * part.ld, plan_.in.scale);
         store.n = part.cols;
         store.out = At(x.data, at, static_cast<int64_t>(SizeOf(x.dtype)));
         store.dtype = x.dtype;

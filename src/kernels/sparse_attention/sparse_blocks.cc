@@ -34,6 +34,12 @@ bool SameMemory(const TensorView& a, const TensorView& b) {
   return a.data == b.data && SameShape(a, b) && std::equal(a.stride, a.stride + a.rank, b.stride);
 }
 
+// Below this number of heads most lanes of a tile are idle.
+const TileProducts* TilesFor(const SparseShape& shape, int64_t width, int64_t few_heads) {
+  const bool fit = shape.dtype == DType::kBF16 && width == 2 * kTileHeads && shape.group > few_heads;
+  return fit ? ChooseTileProducts() : nullptr;
+}
+
 }  // namespace
 
 SparseShape CheckSparseAttention(const char* op, const SparseAttentionInputs& in, const TensorView& out,
@@ -84,10 +90,11 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
       gemm(ChooseGemmKernel(checked.compute, checked.compute)),
       panel(ChoosePanelKernel(checked.compute == DType::kF64)),
       products(ChooseRowProducts(checked.compute == DType::kF64)),
+      tiles(TilesFor(checked, panel.width, products.deep_heads)),
       width(panel.width),
       panels(CeilDiv(checked.group, panel.width)),
       half(2 * checked.group <= panel.width),
-      deep(checked.group <= products.deep_heads),
+      deep(tiles == nullptr && checked.group <= products.deep_heads),
       stride(half ? panel.width / 2 : panel.width),
       block(std::min(inputs.block_size, std::max<int64_t>(checked.keys, 1))),
       queries_(static_cast<size_t>(checked.batch * checked.queries)),
@@ -97,7 +104,8 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
   // Of one unit: heads of q and their sums.
   const int64_t unit_bytes = (LanesElements(shape.d) + LanesElements(shape.dr) + LanesElements(shape.dv)) * bytes;
   group_units = std::clamp<int64_t>(kGroupBytes / std::max<int64_t>(unit_bytes, 1), 1, kMaxGroup);
-  const int64_t row_bytes = std::max({shape.d + shape.dr, shape.dv, int64_t{1}}) * bytes;
+  const DType stored = tiles != nullptr ? shape.dtype : shape.compute;
+  const int64_t row_bytes = std::max({shape.d + shape.dr, shape.dv, int64_t{1}}) * static_cast<int64_t>(SizeOf(stored));
   const bool few = std::min(group_units, shape.queries) < kMinGroup;
   const int64_t most = few ? 1 : std::clamp<int64_t>(MaxSlots() / kMinSlots, 1, kMaxBlocks);
   blocks = std::clamp<int64_t>(CeilDiv(shape.keys * row_bytes, kKeyBytes), 1, most);
@@ -111,12 +119,12 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
     }
   }
   const auto adjacent = [](const TensorView& x) { return x.rank == 0 || x.size[3] <= 1 || x.stride[3] == 1; };
-  pick_ = shape.dtype != shape.compute && units() * MaxSlots() < shape.batch * shape.keys * shape.kv_heads &&
-          adjacent(in.k) && adjacent(in.v) && adjacent(in.k_rope);
+  pick_ = shape.dtype != stored && units() * MaxSlots() < shape.batch * shape.keys * shape.kv_heads && adjacent(in.k) &&
+          adjacent(in.v) && adjacent(in.k_rope);
   if (pick_) return;
-  k_ = KeyRows(in.k, shape.compute);
-  if (!same_) v_ = KeyRows(in.v, shape.compute);
-  if (shape.dr > 0) k_rope_ = KeyRows(in.k_rope, shape.compute);
+  k_ = KeyRows(in.k, stored);
+  if (!same_) v_ = KeyRows(in.v, stored);
+  if (shape.dr > 0) k_rope_ = KeyRows(in.k_rope, stored);
 }
 
 void SparsePlan::CheckIds(const char* op) const {
@@ -197,9 +205,8 @@ SparsePlan::Rows SparsePlan::AllocRows(ScratchFrame& frame) const {
   const auto pointers = [&] { return frame.Alloc<const void*>(kSlotStep); };
   const int64_t cols = pick_ ? shape.d + shape.dr + shape.dv : 0;
   const auto bytes = static_cast<int64_t>(SizeOf(shape.compute));
-  return {pointers(),
-          pointers(),
-          pointers(),
+  return {{pointers(), pointers(), pointers()},
+          {},
           0,
           frame.Alloc<char>(kSlotStep * cols * bytes),
           frame.Alloc<char>(kSlotStep * cols * bytes)};
@@ -222,23 +229,46 @@ void SparsePlan::PointTo(const SparseUnit& unit, const int32_t* rows, int64_t n,
   out->n = n;
   if (pick_) {
     const int64_t step = kSlotStep * static_cast<int64_t>(SizeOf(shape.compute));
-    PickRows(in.k, unit, rows, n, out->raw, out->picked, out->k);
-    PickRows(in.v, unit, rows, n, out->raw, out->picked + step * shape.d, out->v);
+    PickRows(in.k, unit, rows, n, out->raw, out->picked, out->at[kKey]);
+    PickRows(in.v, unit, rows, n, out->raw, out->picked + step * shape.d, out->at[kValue]);
     if (shape.dr > 0) {
-      PickRows(in.k_rope, unit, rows, n, out->raw, out->picked + step * (shape.d + shape.dv), out->k_rope);
+      PickRows(in.k_rope, unit, rows, n, out->raw, out->picked + step * (shape.d + shape.dv), out->at[kKeyRope]);
     }
     return;
   }
-  const auto point = [&](const KeyRows& x, const void** to) {
+  for (const Source source : {kKey, kValue, kKeyRope}) {
+    if (source == kKeyRope && shape.dr == 0) continue;
+    const KeyRows& x = Keys(source);
     const char* base = x.Base(unit.batch, unit.kv_head);
+    if (tiles != nullptr) {
+      out->numbered[source] = {base, x.view().stride[1], rows, n, Columns(source)};
+      continue;
+    }
     const int64_t step = x.RowBytes();
+    const void** to = out->at[source];
     for (int64_t i = 0; i < n; ++i) to[i] = base + rows[i] * step;
-  };
-  point(k(), out->k);
-  point(v(), out->v);
+  }
+  if (tiles != nullptr) return;
   // The sums go over columns, and want the first ones of all rows at once.
-  for (int64_t i = 0; i < n; ++i) __builtin_prefetch(out->v[i], 0, 2);
-  if (shape.dr > 0) point(k_rope(), out->k_rope);
+  for (int64_t i = 0; i < n; ++i) __builtin_prefetch(out->at[kValue][i], 0, 2);
+}
+
+void SparsePlan::TileScores(int64_t p, const PickedRows& rows, const void* heads, void* scores, bool accumulate) const {
+  const void* first = static_cast<const float*>(heads) + p * (width / kTileHeads) * TileElements(rows.cols);
+  float* panel_out = static_cast<float*>(scores);
+  const int64_t count = HeadTiles(p);
+  tiles->dots({rows, first, count, panel_out, stride, accumulate});
+  if (count * kTileHeads == stride || accumulate) return;
+  for (int64_t i = 0; i < rows.n; ++i) std::fill_n(panel_out + i * stride + kTileHeads, kTileHeads, 0.0f);
+}
+
+void SparsePlan::TileSum(int64_t p, const PickedRows& rows, const void* factors, void* sums, bool accumulate) const {
+  tiles->sums({rows, static_cast<const float*>(factors), stride, LanesOf(p), static_cast<float*>(sums), Ld(rows.cols),
+               accumulate});
+}
+
+void SparsePlan::TileUpdate(int64_t p, const PickedRows& rows, const void* factors, const void* heads) const {
+  tiles->updates({rows, static_cast<const float*>(factors), stride, LanesOf(p), heads, AcrossBlock()});
 }
 
 GemmOperand SparsePlan::Along(const TensorView& x, const SparseUnit& unit) const {
@@ -268,6 +298,7 @@ void SparsePlan::PackLanes(const TensorView& x, const SparseUnit& unit, void* ou
     return;
   }
   const GemmOperand operand = Along(x, unit);
+  if (tiles != nullptr) return tiles->pack_heads(operand, out);
   gemm.pack_b({&operand, 0, shape.group, 0, x.size[3], PanelElements(x.size[3]), out});
 }
 

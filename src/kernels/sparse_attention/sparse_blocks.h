@@ -12,6 +12,7 @@
 #include "base/scratch.h"
 #include "kernels/gemm/gemm_kernel.h"
 #include "kernels/sparse_attention/sparse_attention.h"
+#include "kernels/sparse_attention/tile_products.h"
 #include "simd/panel.h"
 #include "simd/row_products.h"
 
@@ -56,13 +57,14 @@ class SparsePlan {
   const GemmKernel& gemm;
   const PanelKernel& panel;
   const RowProducts& products;
-  int64_t width;      // lanes of a panel
-  int64_t panels;     // that hold the heads of a unit
-  bool half;          // one vector, half a panel, holds them
-  bool deep;          // heads are so few that products of rows take columns as lanes
-  int64_t stride;     // of the rows of scores: width, or half of it
-  int64_t block;      // tokens that an id names, of those that exist
-  int64_t key_block;  // rows of a block of keys
+  const TileProducts* tiles;  // of bf16, where q is bf16 and the CPU has them; else null: keys are widened
+  int64_t width;              // lanes of a panel
+  int64_t panels;             // that hold the heads of a unit
+  bool half;                  // one vector, half a panel, holds them
+  bool deep;                  // heads are so few that products of rows take columns as lanes
+  int64_t stride;             // of the rows of scores: width, or half of it
+  int64_t block;              // tokens that an id names, of those that exist
+  int64_t key_block;          // rows of a block of keys
   int64_t blocks;
   int64_t group_units;  // the most units of a group
 
@@ -88,15 +90,14 @@ class SparsePlan {
   static void ForEachStep(int64_t begin, int64_t end, const Body& body) {
     for (int64_t i = begin; i < end; i += kSlotStep) body(i, std::min(kSlotStep, end - i));
   }
-  const KeyRows& k() const { return k_; }
-  const KeyRows& k_rope() const { return k_rope_; }
-  const KeyRows& v() const { return same_ ? k_ : v_; }
+  // What has a row for each slot.
+  enum Source { kKey, kKeyRope, kValue };
+  int64_t Columns(Source source) const { return source == kKey ? shape.d : source == kValue ? shape.dv : shape.dr; }
   // Where a unit's keys and values lie, for the slots of a step: in all of them, or in `picked`, a widened copy of
-  // rows.
+  // rows. With tiles, their numbers.
   struct Rows {
-    const void** k;
-    const void** k_rope;
-    const void** v;
+    const void** at[3];
+    PickedRows numbered[3];
     int64_t n;
     char* raw;
     char* picked;
@@ -108,29 +109,52 @@ class SparsePlan {
   // Heads of a unit as an operand: index = head, k = column (`across`: the other way).
   GemmOperand Along(const TensorView& x, const SparseUnit& unit) const;
   GemmOperand Across(const TensorView& x, const SparseUnit& unit) const;
-  // The heads of x as panels [columns, width]; if deep, as rows of whole vectors.
+  // The heads of x as panels [columns, width]; if deep, as rows of whole vectors; or as the tiles want them.
   void PackLanes(const TensorView& x, const SparseUnit& unit, void* out) const;
   int64_t LanesElements(int64_t columns) const {
+    if (tiles != nullptr) return HeadTiles(0) * panels * TileElements(columns);
     return deep ? RoundUp(shape.group, 4) * RoundUp(columns, width) : panels * PanelElements(columns);
   }
   // scores [n, stride] of panel p (+)= rows * heads, packed by PackLanes.
   template <typename C>
-  void Dots(int64_t p, const void* const* rows, int64_t n, int64_t columns, const C* heads, C* scores,
-            bool accumulate) const {
-    if (deep) {
-      if (!accumulate) std::fill_n(scores, n * stride, C(0));
+  void Dots(int64_t p, const Rows& rows, Source source, const C* heads, C* scores, bool accumulate) const {
+    const int64_t columns = Columns(source);
+    const void* const* at = rows.at[source];
+    if (tiles != nullptr) {
+      TileScores(p, rows.numbered[source], heads, scores, accumulate);
+    } else if (deep) {
+      if (!accumulate) std::fill_n(scores, rows.n * stride, C(0));
       products.deep_dots(
-          {rows, n, columns, heads, RoundUp(columns, width), RoundUp(shape.group, 4), scores, stride, accumulate});
+          {at, rows.n, columns, heads, RoundUp(columns, width), RoundUp(shape.group, 4), scores, stride, accumulate});
     } else {
-      products.dots({rows, n, columns, heads + p * PanelElements(columns), LanesOf(p), scores, accumulate, stride});
+      products.dots({at, rows.n, columns, heads + p * PanelElements(columns), LanesOf(p), scores, accumulate, stride});
     }
   }
   // scores [n, stride] of panel p, before the scale, of the packed heads of q and q_rope.
   template <typename C>
   void Scores(int64_t p, const Rows& rows, const C* q, const C* q_rope, C* scores) const {
-    Dots(p, rows.k, rows.n, shape.d, q, scores, false);
-    if (shape.dr > 0) Dots(p, rows.k_rope, rows.n, shape.dr, q_rope, scores, true);
+    Dots(p, rows, kKey, q, scores, false);
+    if (shape.dr > 0) Dots(p, rows, kKeyRope, q_rope, scores, true);
   }
+  // Sums [heads, Ld(columns)] of all panels: those of panel p (+)= factors [n, stride] * rows.
+  template <typename C>
+  void Sums(int64_t p, const Rows& rows, Source source, const C* factors, C* sums, bool accumulate) const {
+    const int64_t ld = Ld(Columns(source));
+    sums += p * width * ld;
+    if (tiles != nullptr) {
+      TileSum(p, rows.numbered[source], factors, sums, accumulate);
+    } else {
+      products.sums({rows.at[source], rows.n, Columns(source), factors, LanesOf(p), sums, ld, accumulate, stride});
+    }
+  }
+  int64_t Ld(int64_t columns) const { return RoundUp(columns, tiles != nullptr ? kTileSumColumns : width); }
+  int64_t SumElements(int64_t columns) const { return RoundUp(shape.group, kTileHeads) * Ld(columns); }
+  // Adds the factors [n, stride] of panel p times its heads, packed by pack_across, to numbered rows of fp32.
+  void TileUpdate(int64_t p, const PickedRows& rows, const void* factors, const void* heads) const;
+  // Of 16 columns of these heads.
+  int64_t AcrossBlock() const { return stride * kTileHeads * 2; }
+  // Tiles that hold the heads of panel p.
+  int64_t HeadTiles(int64_t p) const { return CeilDiv(LanesOf(p), kTileHeads); }
   // Rows of `acc`, one head each, to x.
   void StoreHeads(const void* acc, int64_t ld, const TensorView& x, const SparseUnit& unit) const;
   int64_t PanelElements(int64_t columns) const { return gemm.PanelStride(gemm.nr, columns); }
@@ -141,12 +165,17 @@ class SparsePlan {
     int64_t limit = 0;
   };
   void CheckIds(const char* op) const;
+  void TileScores(int64_t p, const PickedRows& rows, const void* heads, void* scores, bool accumulate) const;
+  void TileSum(int64_t p, const PickedRows& rows, const void* factors, void* sums, bool accumulate) const;
+  // Of the compute type, for the packed heads of a tile.
+  static int64_t TileElements(int64_t columns) { return TileProducts::HeadElements(columns) / 2; }
   int64_t ListRows(const SparseUnit& unit, int32_t* rows) const;
   void PickRows(const TensorView& x, const SparseUnit& unit, const int32_t* rows, int64_t n, char* raw, char* out,
                 const void** to) const;
 
   std::vector<Query> queries_;  // [B, S1]
-  // Keys and values in the compute type, or, where fewer rows than these are picked, as they are.
+  const KeyRows& Keys(Source source) const { return source == kKeyRope ? k_rope_ : source == kKey || same_ ? k_ : v_; }
+  // Keys and values in the compute type; with tiles, or where fewer rows than these are picked, as they are.
   KeyRows k_, k_rope_, v_;
   bool same_;  // value is key
   bool pick_;

@@ -1,0 +1,328 @@
+#include "kernels/sparse_attention/tile_products.h"
+
+#if defined(__AMX_BF16__)
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/gemm/amx_tiles.h"
+#include "kernels/gemm/pack_bf16_x86.h"
+
+namespace jumar {
+namespace {
+
+constexpr int64_t kTile = 512;     // 16-bit elements of a tile
+constexpr int64_t kRowBytes = 64;  // of a tile in memory of its own
+constexpr int64_t kStep = 32;      // k of one tile
+constexpr int64_t kDotRows = 64;   // rows whose copy stays in the first cache
+constexpr int64_t kDotSteps = 4;   // and steps of their columns
+constexpr int64_t kSumRows = 64;
+constexpr int64_t kSumCols = kTileSumColumns;  // four tiles of sums
+constexpr int64_t kTerms = 3;                  // bf16 of an fp32
+
+const uint16_t* Row(const PickedRows& x, int64_t i) {
+  return static_cast<const uint16_t*>(x.base) + x.rows[i] * x.stride;
+}
+
+void PackHeads(const GemmOperand& x, void* out) {
+  for (int64_t head = 0; head < x.rows; head += kTileHeads) {
+    const GemmPack pack{&x, head, std::min(kTileHeads, x.rows - head), 0, x.k, 0, out};
+    PackPairs(pack, kTileHeads, kStep);
+    out = static_cast<uint16_t*>(out) + TileProducts::HeadElements(x.k);
+  }
+}
+
+// Each column of a head twice: the two terms of a factor meet the same.
+void PackAcross(const GemmOperand& x, int64_t head, int64_t lanes, int64_t block, void* out) {
+  const uint16_t* src = static_cast<const uint16_t*>(x.data) + head * x.row_stride;
+  for (int64_t h = 0; h < RoundUp(lanes, kTileHeads); ++h, src += x.row_stride) {
+    uint32_t* to = static_cast<uint32_t*>(out) + h * 16;
+    for (int64_t c = 0; c < RoundUp(x.k, 2 * kTileHeads); c += 16, to += block / 2) {
+      const auto mask = static_cast<__mmask16>(h < lanes ? FirstLanes(std::min<int64_t>(x.k - c, 16)) : 0);
+      __m256i row = _mm256_setzero_si256();
+      if (x.k_stride == 1) {
+        row = _mm256_maskz_loadu_epi16(mask, src + c);
+      } else if (h < lanes) {
+        alignas(32) uint16_t buffer[16] = {};
+        for (int64_t i = 0; i < std::min<int64_t>(16, x.k - c); ++i) buffer[i] = src[(c + i) * x.k_stride];
+        row = _mm256_load_si256(reinterpret_cast<const __m256i*>(buffer));
+      }
+      _mm512_storeu_si512(to, PairsOf(row, row));
+    }
+  }
+}
+
+// c[i] (+)= tile i of a * b over `steps`, for kRows tiles of 16 rows, kDotRows rows a step.
+template <int kRows>
+void DotTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float* const* c, int64_t stride, bool accumulate) {
+  if (accumulate) {
+    _tile_loadd(0, c[0], stride);
+    if constexpr (kRows > 1) _tile_loadd(1, c[1], stride);
+    if constexpr (kRows > 2) _tile_loadd(2, c[2], stride);
+    if constexpr (kRows > 3) _tile_loadd(3, c[3], stride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t s = 0; s < steps; ++s, a += kDotRows * kStep, b += kTile) {
+    _tile_loadd(6, b, kRowBytes);
+    _tile_loadd(4, a, kRowBytes);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (kRows > 1) {
+      _tile_loadd(5, a + kTile, kRowBytes);
+      _tile_dpbf16ps(1, 5, 6);
+    }
+    if constexpr (kRows > 2) {
+      _tile_loadd(4, a + 2 * kTile, kRowBytes);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if constexpr (kRows > 3) {
+      _tile_loadd(5, a + 3 * kTile, kRowBytes);
+      _tile_dpbf16ps(3, 5, 6);
+    }
+  }
+  _tile_stored(0, c[0], stride);
+  if constexpr (kRows > 1) _tile_stored(1, c[1], stride);
+  if constexpr (kRows > 2) _tile_stored(2, c[2], stride);
+  if constexpr (kRows > 3) _tile_stored(3, c[3], stride);
+}
+
+void Dots(const TileDots& x) {
+  const Tiles tiles;
+  constexpr void (*kKernels[])(int64_t, const uint16_t*, const uint16_t*, float* const*, int64_t, bool) = {
+      &DotTiles<1>, &DotTiles<2>, &DotTiles<3>, &DotTiles<4>};
+  alignas(64) uint16_t copy[kDotRows * kStep * kDotSteps];
+  alignas(64) float edge[kTileHeads * 2 * kTileHeads];
+  const PickedRows& rows = x.rows;
+  const int64_t steps = CeilDiv(rows.cols, kStep);
+  for (int64_t i = 0; i < rows.n; i += kDotRows) {
+    const int64_t n = std::min(kDotRows, rows.n - i);
+    float* c[kDotRows / kTileHeads];
+    for (int64_t t = 0; t < CeilDiv(n, kTileHeads); ++t) c[t] = x.panel + (i + t * kTileHeads) * x.ld;
+    const int64_t rest = n % kTileHeads;
+    float* last = x.panel + (i + n - rest) * x.ld;
+    if (rest > 0) {
+      c[n / kTileHeads] = edge;
+      if (x.accumulate) std::memcpy(edge, last, static_cast<size_t>(rest * x.ld) * sizeof(float));
+    }
+    for (int64_t s = 0; s < std::max<int64_t>(steps, 1); s += kDotSteps) {
+      const int64_t count = std::min(kDotSteps, steps - s);
+      for (int64_t r = 0; r < n; ++r) {
+        const uint16_t* from = Row(rows, i + r) + s * kStep;
+        uint16_t* to = copy + r * kStep;
+        int64_t k = s * kStep;
+        for (int64_t j = 0; j < count; ++j, k += kStep, from += kStep, to += kDotRows * kStep) {
+          _mm512_store_si512(to, k + kStep <= rows.cols ? _mm512_loadu_si512(from)
+                                                        : _mm512_maskz_loadu_epi16(FirstLanes(rows.cols - k), from));
+        }
+      }
+      const auto* b = static_cast<const uint16_t*>(x.heads) + s * kTile;
+      const auto kernel = kKernels[CeilDiv(n, kTileHeads) - 1];
+      for (int64_t t = 0; t < x.tiles; ++t, b += TileProducts::HeadElements(rows.cols)) {
+        kernel(count, copy, b, c, x.ld * 4, x.accumulate || s > 0);
+        for (float*& p : c) p += kTileHeads;
+      }
+      for (float*& p : c) p -= x.tiles * kTileHeads;
+    }
+    if (rest > 0) std::memcpy(last, edge, static_cast<size_t>(rest * x.ld) * sizeof(float));
+  }
+}
+
+// The three bf16 whose sum x is, each in the upper half of a lane: the next 8 bits of it.
+struct Terms {
+  explicit Terms(__m512 x) {
+    const __m512i upper = Upper();
+    t[0] = _mm512_and_si512(_mm512_castps_si512(x), upper);
+    const __m512 rest = _mm512_sub_ps(x, _mm512_castsi512_ps(t[0]));
+    t[1] = _mm512_and_si512(_mm512_castps_si512(rest), upper);
+    t[2] = _mm512_castps_si512(_mm512_sub_ps(rest, _mm512_castsi512_ps(t[1])));
+  }
+  static __m512i Upper() { return _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)); }
+  __m512i t[kTerms];
+};
+
+// The upper half of `low` below that of `high`.
+__m512i Pair(__m512i low, __m512i high) {
+  return _mm512_ternarylogic_epi32(_mm512_srli_epi32(low, 16), high, Terms::Upper(), 0xF8);
+}
+
+// 16 x 16 values of 32 bits: column j of `from` becomes row j of `to`.
+void Transpose16x16(const __m512i* from, uint32_t* to) {
+  __m512i r[16];
+  for (int i = 0; i < 16; ++i) r[i] = from[i];
+  for (int i = 0; i < 16; i += 4) Transpose4x4(r + i);
+  // r[4 * b + j]: block l of it has column 4 * l + j of rows 4 * b ...
+  for (int j = 0; j < 4; ++j) {
+    const __m512i a = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x44);
+    const __m512i b = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xEE);
+    const __m512i c = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x44);
+    const __m512i e = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xEE);
+    _mm512_store_si512(to + (0 + j) * 16, _mm512_shuffle_i32x4(a, c, 0x88));
+    _mm512_store_si512(to + (4 + j) * 16, _mm512_shuffle_i32x4(a, c, 0xDD));
+    _mm512_store_si512(to + (8 + j) * 16, _mm512_shuffle_i32x4(b, e, 0x88));
+    _mm512_store_si512(to + (12 + j) * 16, _mm512_shuffle_i32x4(b, e, 0xDD));
+  }
+}
+
+// 32 rows of a panel, of which `n` are there, as kTerms left operands: heads by rows.
+void PackFactors(const float* panel, int64_t ld, int64_t n, __mmask16 lanes, uint16_t* out) {
+  alignas(64) __m512i pairs[kTerms][16];
+  for (int64_t i = 0; i < 16; ++i) {
+    const float* p = panel + 2 * i * ld;
+    const Terms even(_mm512_maskz_loadu_ps(2 * i < n ? lanes : 0, p));
+    const Terms odd(_mm512_maskz_loadu_ps(2 * i + 1 < n ? lanes : 0, p + ld));
+    for (int64_t t = 0; t < kTerms; ++t) pairs[t][i] = Pair(even.t[t], odd.t[t]);
+  }
+  for (int64_t t = 0; t < kTerms; ++t) Transpose16x16(pairs[t], reinterpret_cast<uint32_t*>(out + t * kTile));
+}
+
+// kSumCols columns of rows [i, i + n) as right operands: steps of kSumCols / 16 tiles.
+void PackRows(const PickedRows& rows, int64_t i, int64_t n, int64_t col, uint16_t* out) {
+  alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  const __m512i low = _mm512_load_si512(kLow);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  const __mmask32 first = FirstLanes(rows.cols - col);
+  const __mmask32 second = FirstLanes(rows.cols - col - 32);
+  for (int64_t pair = 0; pair < RoundUp(n, kStep) / 2; ++pair) {
+    uint16_t* to = out + pair / 16 * (kSumCols / 16 * kTile) + pair % 16 * 32;
+    const auto load = [&](int64_t r, int64_t c, __mmask32 mask) {
+      return r < n ? _mm512_maskz_loadu_epi16(mask, Row(rows, i + r) + c) : _mm512_setzero_si512();
+    };
+    __m512i a = load(2 * pair, col, first);
+    __m512i b = load(2 * pair + 1, col, first);
+    _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_store_si512(to + kTile, _mm512_permutex2var_epi16(a, high, b));
+    a = load(2 * pair, col + 32, second);
+    b = load(2 * pair + 1, col + 32, second);
+    _mm512_store_si512(to + 2 * kTile, _mm512_permutex2var_epi16(a, low, b));
+    _mm512_store_si512(to + 3 * kTile, _mm512_permutex2var_epi16(a, high, b));
+  }
+}
+
+// c[16 x kSumCols] (+)= factors * rows.
+void SumTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float* c, int64_t stride, bool accumulate) {
+  if (accumulate) {
+    _tile_loadd(0, c, stride);
+    _tile_loadd(1, c + 16, stride);
+    _tile_loadd(2, c + 32, stride);
+    _tile_loadd(3, c + 48, stride);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t s = 0; s < steps; ++s, b += 4 * kTile) {
+    for (int64_t t = 0; t < kTerms; ++t, a += kTile) {
+      _tile_loadd(4, a, kRowBytes);
+      _tile_loadd(5, b, kRowBytes);
+      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, b + kTile, kRowBytes);
+      _tile_dpbf16ps(1, 4, 6);
+      _tile_loadd(7, b + 2 * kTile, kRowBytes);
+      _tile_dpbf16ps(2, 4, 7);
+      _tile_loadd(5, b + 3 * kTile, kRowBytes);
+      _tile_dpbf16ps(3, 4, 5);
+    }
+  }
+  _tile_stored(0, c, stride);
+  _tile_stored(1, c + 16, stride);
+  _tile_stored(2, c + 32, stride);
+  _tile_stored(3, c + 48, stride);
+}
+
+void Sums(const TileSums& x) {
+  const Tiles tiles;
+  constexpr int64_t kSteps = kSumRows / kStep;
+  alignas(64) uint16_t factors[2][kSteps * kTerms * kTile];
+  alignas(64) uint16_t rows[kSteps * kSumCols * kStep];
+  for (int64_t i = 0; i < x.rows.n; i += kSumRows) {
+    const int64_t n = std::min(kSumRows, x.rows.n - i);
+    const int64_t steps = CeilDiv(n, kStep);
+    for (int64_t h = 0; h < x.lanes; h += kTileHeads) {
+      const auto lanes = static_cast<__mmask16>(FirstLanes(std::min(kTileHeads, x.lanes - h)));
+      for (int64_t s = 0; s < steps; ++s) {
+        PackFactors(x.panel + (i + s * kStep) * x.ld + h, x.ld, n - s * kStep, lanes,
+                    factors[h / kTileHeads] + s * kTerms * kTile);
+      }
+    }
+    for (int64_t c = 0; c < x.rows.cols; c += kSumCols) {
+      PackRows(x.rows, i, n, c, rows);
+      for (int64_t h = 0; h < x.lanes; h += kTileHeads) {
+        SumTiles(steps, factors[h / kTileHeads], rows, x.out + h * x.ld_out + c, x.ld_out * 4, x.accumulate || i > 0);
+      }
+    }
+  }
+}
+
+constexpr int64_t kUpdateCols = 128;
+
+// sums[16 x cols] = factors * heads: two tiles of factors, and of 16 columns one of heads, for each 16 heads.
+void UpdateTiles(int64_t heads, const uint16_t* a, const uint16_t* b, int64_t block, int64_t cols, float* sums) {
+  constexpr int64_t kStride = kUpdateCols * 4;
+  for (int64_t c = 0; c < cols; c += 32, b += 2 * block) {
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t h = 0; h < heads; ++h) {
+      _tile_loadd(4, a + 2 * h * kTile, kRowBytes);
+      _tile_loadd(6, b + h * kTile, kRowBytes);
+      _tile_dpbf16ps(0, 4, 6);
+      if (c + 16 < cols) {
+        _tile_loadd(7, b + block + h * kTile, kRowBytes);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      _tile_loadd(5, a + (2 * h + 1) * kTile, kRowBytes);
+      _tile_dpbf16ps(0, 5, 6);
+      if (c + 16 < cols) _tile_dpbf16ps(1, 5, 7);
+    }
+    _tile_stored(0, sums + c, kStride);
+    if (c + 16 < cols) _tile_stored(1, sums + c + 16, kStride);
+  }
+}
+
+void Updates(const TileUpdates& x) {
+  const Tiles tiles;
+  alignas(64) uint16_t factors[2 * 2 * kTile];
+  alignas(64) float sums[16 * kUpdateCols];
+  const int64_t heads = CeilDiv(x.lanes, kTileHeads);
+  float* base = static_cast<float*>(const_cast<void*>(x.rows.base));
+  for (int64_t i = 0; i < x.rows.n; i += 16) {
+    const int64_t n = std::min<int64_t>(16, x.rows.n - i);
+    for (int64_t h = 0; h < heads; ++h) {
+      const auto lanes = static_cast<__mmask16>(FirstLanes(std::min(kTileHeads, x.lanes - h * kTileHeads)));
+      uint16_t* to = factors + 2 * h * kTile;
+      for (int64_t r = 0; r < n; ++r, to += 32) {
+        const Terms terms(_mm512_maskz_loadu_ps(lanes, x.panel + (i + r) * x.ld + h * kTileHeads));
+        _mm512_store_si512(to, Pair(terms.t[0], terms.t[1]));
+        _mm512_store_si512(to + kTile, _mm512_srli_epi32(terms.t[2], 16));
+      }
+    }
+    for (int64_t c = 0; c < x.rows.cols; c += kUpdateCols) {
+      const int64_t cols = std::min(kUpdateCols, x.rows.cols - c);
+      UpdateTiles(heads, factors, static_cast<const uint16_t*>(x.heads) + c / 16 * x.block, x.block, cols, sums);
+      for (int64_t r = 0; r < n; ++r) {
+        float* to = base + x.rows.rows[i + r] * x.rows.stride + c;
+        const float* from = sums + r * kUpdateCols;
+        for (int64_t j = 0; j < cols; j += 16) {
+          _mm512_storeu_ps(to + j, _mm512_add_ps(_mm512_loadu_ps(to + j), _mm512_load_ps(from + j)));
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const TileProducts* TileProductsAmx() {
+  static const TileProducts products = {&PackHeads, &PackAcross, &Dots, &Sums, &Updates};
+  return &products;
+}
+
+}  // namespace jumar
+#else
+namespace jumar {
+const TileProducts* TileProductsAmx() { return nullptr; }
+}  // namespace jumar
+#endif
