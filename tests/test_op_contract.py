@@ -13,8 +13,18 @@ from op_util import check_threads
 REGISTERED = [info for info in OPERATORS.values() if info.registered]
 #: Whose gradients have gradients.
 TWICE = ("npu_grouped_matmul",)
-#: What runs under the name of a public operator of its own.
-RUNS_AS = {"npu_grouped_matmul": "grouped_matmul"}
+#: What makes an argument one that an operator refuses, or in some places takes.
+SPOILS = {
+    "another device": lambda t: t.to("meta"),
+    "int16": lambda t: t.to(torch.int16),
+    "bool": lambda t: t.bool(),
+    "complex": lambda t: t.to(torch.complex64),
+    "another float": lambda t: t.half() if t.is_floating_point() else t.double(),
+    "one more dimension": lambda t: t[None],
+    "nine more dimensions": lambda t: t.reshape(*[1] * 9, *t.shape),
+    "a column less": lambda t: t[..., :-1] if t.dim() else t,
+    "nothing": lambda t: t[:0] if t.dim() else t,
+}
 
 
 def _job(info, dtype, shape):
@@ -50,8 +60,22 @@ def test_mixed_devices_are_refused_by_name(info):
     if len(names) < 2:
         pytest.skip("takes one tensor")
     arguments[names[0]] = tree_map(lambda t: t.to("meta"), arguments[names[0]])
-    with pytest.raises(RuntimeError, match=f"^{RUNS_AS.get(info.name, info.name)}: all tensors must be on one device, got cpu and meta"):
+    with pytest.raises(RuntimeError, match=f"^{info.name}: all tensors must be on one device, got cpu and meta"):
         info.fused(*arguments.values())
+
+
+@pytest.mark.parametrize("info", REGISTERED, ids=lambda info: info.name)
+def test_errors_begin_with_the_operator_that_is_called(info):
+    arguments = info.arguments(_job(info, torch.float32, "small")[0])
+    errors = {}
+    for name, value in arguments.items():
+        for what, spoil in SPOILS.items() if list(flat(value)) else ():
+            try:
+                info.fused(*(arguments | {name: tree_map(spoil, value)}).values())
+            except RuntimeError as error:
+                errors[name, what] = str(error)
+    assert errors
+    assert not {at: text for at, text in errors.items() if not text.startswith(f"{info.name}: ")}
 
 
 @pytest.mark.parametrize("info", [i for i in REGISTERED if i.differentiable], ids=lambda info: info.name)
@@ -72,5 +96,5 @@ def test_double_backward_raises_by_name(info):
     tensors, grads = _job(info, torch.float32, "small")
     wanted, _, roots = _run(info, tensors)
     found = torch.autograd.grad(roots, wanted, [g.requires_grad_() for g in grads], create_graph=True)
-    with pytest.raises(RuntimeError, match=f"({'|'.join(info.backward)}): not differentiable"):
+    with pytest.raises(RuntimeError, match=f"^{info.name}: not differentiable twice"):
         sum(gradient.double().sum() for gradient in found).backward()

@@ -26,19 +26,17 @@ def first_case(info):
 @pytest.mark.parametrize("info", REGISTERED, ids=lambda info: info.name)
 def test_a_tangent_is_refused_by_name(info):
     """torch has no forward mode for custom operators, and loses a tangent in silence."""
-    case = first_case(info)
+    case, message = first_case(info), "forward-mode differentiation is not implemented"
     with forward_ad.dual_level():
         leaves = {n: each(dual, v) for n, v in info.arguments(case.tensors).items()}
-        with pytest.raises(RuntimeError, match=r"^\w+: forward-mode differentiation is not impl"):
+        with pytest.raises(RuntimeError, match=f"^{info.name}: {message}"):
             info.fused(*leaves.values(), **case.options)
         if info.differentiable:
             leaves = info.arguments(case.tensors, grads=True)
             wanted = [t for v in leaves.values() for t in flat(v) if t.requires_grad]
             outputs = info.carrying(info.fused(*leaves.values(), **case.options))
-            message = r"^\w+(grad|backward|grad_v2)\w*: forward-mode differentiation is not impl"
-            with pytest.raises(RuntimeError, match=message) as error:
+            with pytest.raises(RuntimeError, match=f"^{info.name}: {message}"):
                 torch.autograd.grad(outputs, wanted, [dual(g) for g in case.grads])
-            assert hasattr(torch.ops.jumar, str(error.value).split(":")[0])
 
 
 def test_jvp_is_refused_and_levels_without_tangents_are_not():

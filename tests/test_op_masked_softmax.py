@@ -83,7 +83,7 @@ def test_behaves_as_an_operator():
     def f(t):
         return ops.npu_scaled_masked_softmax(t, mask, 0.5)
 
-    check_layouts_and_double_backward("scaled_masked_softmax_backward", f, x)
+    check_layouts_and_double_backward("npu_scaled_masked_softmax", f, x)
     check_threads(lambda: [f(x)])
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
     leaf = x.clone().requires_grad_()

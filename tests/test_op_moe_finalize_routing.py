@@ -180,7 +180,7 @@ def test_opcheck_and_schema():
 def test_layouts_retain_graph_and_double_backward():
     index = torch.tensor([5, 4, 0, 2, 1, 3])
     check_layouts_and_double_backward(
-        "moe_finalize_routing_grad",
+        "npu_moe_finalize_routing",
         lambda t: ops.npu_moe_finalize_routing(t, None, None, None, None, index, None, 2, 3),
         signed(6, 8),
     )

@@ -337,8 +337,8 @@ def test_gradients_of_moves():
 def test_layouts_retain_graph_and_double_backward():
     x, ids, counts = signed(6, 8), expert_ids(6, 2), torch.tensor([[1, 2], [3, 0]])
     functions = {
-        "moe_init_routing_grad": lambda t: ops.npu_moe_init_routing(t, columns(6, 2), ids, 6)[0],
-        "moe_re_routing_grad": lambda t: ops.npu_moe_re_routing(t, counts)[0],
+        "npu_moe_init_routing": lambda t: ops.npu_moe_init_routing(t, columns(6, 2), ids, 6)[0],
+        "npu_moe_re_routing": lambda t: ops.npu_moe_re_routing(t, counts)[0],
     }
     for name, f in functions.items():
         check_layouts_and_double_backward(name, f, x)

@@ -221,12 +221,12 @@ def test_retain_graph_and_double_backward():
     cos, sin = tables((2, 1, 8), torch.float32)
     check_retain_graph(lambda x: ops.npu_rotary_mul(x, cos, sin), torch.randn(2, 3, 8))
     check_retain_graph(ops.npu_rotary_mul, torch.randn(2, 3, 8), cos, sin)
-    for tables_too, name in ((False, "rotary_mul_backward"), (True, "npu_rotary_mul_backward")):
+    for tables_too in (False, True):
         x = torch.randn(2, 3, 8, requires_grad=True)
         c = cos.clone().requires_grad_(tables_too)
         y = ops.npu_rotary_mul(x, c, sin).square().sum()
         (dx,) = torch.autograd.grad(y, x, create_graph=True)
-        with pytest.raises(RuntimeError, match=f"^{name}: not differentiable"):
+        with pytest.raises(RuntimeError, match="^npu_rotary_mul: not differentiable twice"):
             dx.sum().backward()
 
 

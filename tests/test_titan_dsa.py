@@ -206,6 +206,10 @@ def test_activation_checkpointing_does_not_compute_the_loss_again(tmp_path, mode
     # Selective checkpointing keeps what the attention gave.
     once = 9 if mode == "selective" else 18
     assert again["calls"]["npu_lightning_indexer"] == again["calls"]["npu_sparse_flash_attention"] == once
+    # The products of heads are two an attention, and no calls of the experts'.
+    assert again["calls"]["head_matmul"] == 2 * once
+    experts = next(row for row in again["operators"] if row["converter"] == "npu_gmm")
+    assert experts["calls"] == again["calls"]["moe_ffn"] and experts["backward_calls"] == again["calls"]["moe_ffn_backward"]
 
 
 def test_resumed_run_gives_the_same_bits(tmp_path):

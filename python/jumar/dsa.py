@@ -180,11 +180,11 @@ def weight_of(linear: nn.Module, width: int, like: Tensor) -> Tensor:
 
 
 def per_head(x: Tensor, weight: Tensor) -> Tensor:
-    """``x[.., n, :] @ weight[n]`` for every head n: [.., N, a] and [N, a, b] -> [.., N, b], by ``grouped_matmul``."""
+    """``x[.., n, :] @ weight[n]`` for every head n: [.., N, a] and [N, a, b] -> [.., N, b], by ``head_matmul``."""
     heads = len(weight)
     rows = x.movedim(-2, 0).flatten(0, -2)
     counts = torch.full((heads,), len(rows) // heads, dtype=torch.int64, device=x.device)
-    out = ops.grouped_matmul(rows, weight, counts, group_list_type=1)
+    out = torch.ops.jumar.head_matmul(rows, weight, counts)
     return out.view(heads, *x.shape[:-2], -1).movedim(0, -2)
 
 

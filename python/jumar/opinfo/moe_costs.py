@@ -197,6 +197,9 @@ MOE_COSTS: dict[str, Formula] = {
     "grouped_matmul_list_dgrad": _grouped_dgrad,
     "grouped_matmul_list_wgrad": _grouped_wgrad,
     "grouped_matmul_add_": _grouped_add,
+    "head_matmul": _grouped,
+    "head_matmul_dgrad": _grouped_dgrad,
+    "head_matmul_wgrad": _grouped_wgrad,
     "separate_matmul": _separate,
     "npu_moe_token_permute": _moe_permute,
     "npu_moe_token_permute_grad": lambda x, grad, ids, index, *_: _slots(

@@ -5,9 +5,11 @@ Gradients are operators of their own, so what is registered here only passes ten
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -20,6 +22,32 @@ _libraries: list[torch.library.Library] = []
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+#: The operator that the user called, while others run for it.
+_called: ContextVar[str | None] = ContextVar("_called", default=None)
+#: What errors call an operator that runs for another one only.
+_shown: dict[str, str] = {}
+
+
+def _caller(name: str) -> str:
+    """What errors of the operator ``name`` call it."""
+    return _called.get() or _shown.get(name, name)
+
+
+@contextlib.contextmanager
+def _runs_for(name: str) -> Iterator[None]:
+    """Errors of the operators that are called within begin with ``name``."""
+    token = _called.set(name)
+    try:
+        yield
+    except RuntimeError as error:
+        other, colon, text = str(error).partition(":")
+        ours = colon and other != name and other.isidentifier() and hasattr(torch.ops.jumar, other)
+        if not ours or type(error) is not RuntimeError:
+            raise
+        raise RuntimeError(f"{name}:{text}") from error
+    finally:
+        _called.reset(token)
 
 
 def _overloads(name: str) -> list[tuple[str, Any]]:
@@ -34,8 +62,10 @@ def register_fake(name: str, fake: Callable[..., Any], shown: str | None = None)
     It is called with every positional argument of the schema.  ``shown``: what errors call the operator, where another
     one runs it.
     """
+    if shown is not None:
+        _shown[name] = shown
     for namespace, op in _overloads(name):
-        torch.library.register_fake(f"{namespace}::{name}", _checked(shown or name, op, fake))
+        torch.library.register_fake(f"{namespace}::{name}", _checked(name, op, fake))
 
 
 def _checked(name: str, op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +84,7 @@ def _checked(name: str, op: Any, fake: Callable[..., Any]) -> Callable[..., Any]
         devices = sorted({str(t.device) for t in tensors})
         if len(devices) > 1:
             raise RuntimeError(
-                f"{name}: all tensors must be on one device, got {' and '.join(devices)}"
+                f"{_caller(name)}: all tensors must be on one device, got {' and '.join(devices)}"
             )
         return fake(*args, **kwargs)
 
@@ -68,8 +98,13 @@ def register_autograd(
 
     ``backward`` may leave out trailing arguments that have no gradient; it is not called where no gradient comes.
     """
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.called = _caller(name)
+        setup_context(ctx, inputs, output)
+
     for namespace, _ in _overloads(name):
-        _register_autograd(namespace, name, _complete(backward), setup_context)
+        _register_autograd(namespace, name, _complete(backward), setup)
 
 
 def _register_autograd(
@@ -99,7 +134,7 @@ def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
     lists = [a if isinstance(a, list | tuple) else [a] for a in args]
     tensors = [t for values in lists for t in values if isinstance(t, torch.Tensor)]
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError(f"{name}: forward-mode differentiation is not implemented")
+        raise RuntimeError(f"{_caller(name)}: forward-mode differentiation is not implemented")
 
 
 def _complete(backward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
@@ -111,7 +146,8 @@ def _complete(backward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         )
         if all(grad is None for grad in grads):
             return none
-        found = backward(ctx, *grads)
+        with _runs_for(ctx.called):
+            found = backward(ctx, *grads)
         found = found if isinstance(found, tuple) else (found,)
         return (*found, *none[len(found) :])[: len(none)]
 
@@ -119,33 +155,36 @@ def _complete(backward: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
 
 
 def forbid_autograd(name: str) -> None:
-    """Makes differentiation of the operator raise an error that names it.
+    """Makes differentiation of the operator raise an error that names it, or what it is the gradient of.
 
     Used for the backward operators (double backward): without this, torch would hand out undefined gradients after a
     mere warning.
     """
 
+    def setup(ctx: Any, inputs: Any, output: Any, keyword_only_inputs: Any = None) -> None:
+        ctx.called = _called.get()
+
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise RuntimeError(f"{name}: not differentiable (double backward is not implemented)")
+        what = f"{ctx.called}: not differentiable twice" if ctx.called else f"{name}: not differentiable"
+        raise RuntimeError(f"{what} (double backward is not implemented)")
 
     for namespace, op in _overloads(name):
         # register_autograd refuses tensors that are passed by name only.
         if any(a.kwarg_only and "Tensor" in str(a.type) for a in op._schema.arguments):
-            _forbid_by_kernel(namespace, op, backward)
+            _forbid_by_kernel(namespace, op, backward, setup)
         else:
-            _register_autograd(
-                namespace,
-                name,
-                backward,
-                lambda ctx, inputs, output, keyword_only_inputs=None: None,
-            )
+            _register_autograd(namespace, name, backward, setup)
 
 
-def _forbid_by_kernel(namespace: str, op: Any, backward: Callable[..., Any]) -> None:
+def _forbid_by_kernel(
+    namespace: str, op: Any, backward: Callable[..., Any], setup: Callable[..., None]
+) -> None:
     class Forbidden(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, call: Callable[[], Any], *tensors: torch.Tensor) -> Any:
-            return call()
+            result = call()
+            setup(ctx, tensors, result)
+            return result
 
     Forbidden.backward = staticmethod(backward)
 
@@ -202,13 +241,13 @@ def register_in_place(name: str, written: tuple[int, ...], shown: str | None = N
     op = getattr(torch.ops.jumar, name).default
 
     def kernel(keyset: Any, *args: Any) -> None:
-        _refuse_tangents(shown or name, args)
+        _refuse_tangents(name, args)
         tensors = [
             t for at in written for t in (args[at] if isinstance(args[at], list) else [args[at]])
         ]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise RuntimeError(
-                f"{shown or name}: writes a tensor that requires grad, and is not differentiable; call it under torch.no_grad()"
+                f"{_caller(name)}: writes a tensor that requires grad, and is not differentiable; call it under torch.no_grad()"
             )
         torch.autograd.graph.increment_version(tensors)
         with torch._C._AutoDispatchBelowAutograd():
@@ -230,10 +269,15 @@ def define_composite(signature: str, kernel: Callable[..., Any]) -> None:
     """
     name = signature.split("(")[0]
     COMPOSITES.add(name)
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with _runs_for(name.split(".")[0]):
+            return kernel(*args, **kwargs)
+
     for namespace in NAMESPACES:
         library = torch.library.Library(namespace, "FRAGMENT")
         library.define(signature)
-        library.impl(name, kernel, "CompositeImplicitAutograd")
+        library.impl(name, named, "CompositeImplicitAutograd")
         _libraries.append(library)
 
 

@@ -189,6 +189,39 @@ def _list_wgrad_fake(
     ]
 
 
+# ---- heads of an attention
+
+
+def _head_fake(x: Tensor, weight: Tensor, rows: Tensor) -> Tensor:
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[1]:
+        raise RuntimeError(
+            f"head_matmul: x {list(x.shape)} does not go with weight {list(weight.shape)}"
+        )
+    return x.new_empty((x.shape[0], weight.shape[2]))
+
+
+def _head_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, rows = inputs
+    ctx.by_columns = by_columns(weight)
+    ctx.save_for_backward(
+        x if ctx.needs_input_grad[1] else None, weight if ctx.needs_input_grad[0] else None, rows
+    )
+
+
+def _head_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, rows = ctx.saved_tensors
+    need_x, need_weight = ctx.needs_input_grad[:2]
+    ops = torch.ops.jumar
+    return (
+        ops.head_matmul_dgrad(grad, weight, rows) if need_x else None,
+        ops.head_matmul_wgrad(x, grad, rows, ctx.by_columns) if need_weight else None,
+    )
+
+
+def _head_wgrad_fake(x: Tensor, grad_output: Tensor, rows: Tensor, transposed: bool) -> Tensor:
+    return _wgrad_fake(x, grad_output, rows, 1, transposed)
+
+
 # ---- products that share nothing
 
 
@@ -225,15 +258,19 @@ register_fake("grouped_matmul", _fake)
 register_fake("grouped_matmul_dgrad", _dgrad_fake)
 register_fake("grouped_matmul_wgrad", _wgrad_fake)
 gradient("grouped_matmul_bias_grad", _bias_grad_fake)
-register_fake("grouped_matmul_list", _list_fake)
-gradient("grouped_matmul_list_dgrad", _list_dgrad_fake)
-gradient("grouped_matmul_list_wgrad", _list_wgrad_fake)
+register_fake("grouped_matmul_list", _list_fake, shown="grouped_matmul")
+gradient("grouped_matmul_list_dgrad", _list_dgrad_fake, shown="grouped_matmul_dgrad")
+gradient("grouped_matmul_list_wgrad", _list_wgrad_fake, shown="grouped_matmul_wgrad")
 register_fake("separate_matmul", _separate_fake)
 register_autograd("grouped_matmul", _backward, _setup)
 register_autograd("grouped_matmul_dgrad", _dgrad_backward, _dgrad_setup)
 register_autograd("grouped_matmul_wgrad", _wgrad_backward, _wgrad_setup)
 register_autograd("grouped_matmul_list", _list_backward, _list_setup)
 register_autograd("separate_matmul", _separate_backward, _separate_setup)
-for _name in ("grouped_matmul", "grouped_matmul_list", "separate_matmul"):
+register_fake("head_matmul", _head_fake)
+register_autograd("head_matmul", _head_backward, _head_setup)
+gradient("head_matmul_dgrad", _dgrad_fake)
+gradient("head_matmul_wgrad", _head_wgrad_fake)
+for _name in ("grouped_matmul", "grouped_matmul_list", "head_matmul", "separate_matmul"):
     register_autocast(_name)
-register_in_place("grouped_matmul_add_", (0,))
+register_in_place("grouped_matmul_add_", (0,), shown="npu_grouped_matmul_add")

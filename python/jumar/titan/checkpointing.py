@@ -8,7 +8,9 @@ import torch
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 
 # Matrix products and attention cost most to compute again; the other fused operators are cheap.
-_SAVED = ("npu_linear", "npu_fusion_attention", "sparse_attention", "lightning_indexer", "grouped_matmul", "moe_ffn")
+_SAVED = (
+    "npu_linear", "npu_fusion_attention", "sparse_attention", "lightning_indexer", "grouped_matmul", "head_matmul", "moe_ffn",
+)  # fmt: skip
 
 
 class FusedSelectiveAC(SelectiveAC):

@@ -59,9 +59,17 @@ Tensor grouped_matmul(const Tensor& x, const Tensor& weight, const Tensor& group
   return Forward(kOp, x, Unstack(w), biases, w.size[2], group_list, group_list_type);
 }
 
+// The product of the heads of an attention: counted apart from those of experts.
+Tensor head_matmul(const Tensor& x, const Tensor& weight, const Tensor& rows) {
+  constexpr const char* kOp = "head_matmul";
+  JUMAR_COUNT_CALL("head_matmul");
+  const TensorView w = Stack(kOp, "weight", weight);
+  return Forward(kOp, x, Unstack(w), {}, w.size[2], rows, 1);
+}
+
 Tensor grouped_matmul_list(const Tensor& x, const Tensors& weight, const Tensor& group_list, const Tensors& bias,
                            int64_t group_list_type) {
-  constexpr const char* kOp = "grouped_matmul_list";
+  constexpr const char* kOp = "grouped_matmul";
   JUMAR_COUNT_CALL("grouped_matmul_list");
   JUMAR_CHECK(kOp, !weight.empty(), "neither x nor weight could be empty");
   return Forward(kOp, x, ViewAll(kOp, weight), ViewAll(kOp, bias), Matrix(kOp, "weight", weight[0]).size[1], group_list,
@@ -86,9 +94,16 @@ Tensor grouped_matmul_dgrad(const Tensor& grad_output, const Tensor& weight, con
   return Dgrad(kOp, grad_output, Unstack(w), w.size[1], group_list, group_list_type);
 }
 
+Tensor head_matmul_dgrad(const Tensor& grad_output, const Tensor& weight, const Tensor& rows) {
+  constexpr const char* kOp = "head_matmul_dgrad";
+  JUMAR_COUNT_CALL("head_matmul_dgrad");
+  const TensorView w = Stack(kOp, "weight", weight);
+  return Dgrad(kOp, grad_output, Unstack(w), w.size[1], rows, 1);
+}
+
 Tensor grouped_matmul_list_dgrad(const Tensor& grad_output, const Tensors& weight, const Tensor& group_list,
                                  int64_t group_list_type) {
-  constexpr const char* kOp = "grouped_matmul_list_dgrad";
+  constexpr const char* kOp = "grouped_matmul_dgrad";
   JUMAR_COUNT_CALL("grouped_matmul_list_dgrad");
   JUMAR_CHECK(kOp, !weight.empty(), "neither x nor weight could be empty");
   return Dgrad(kOp, grad_output, ViewAll(kOp, weight), Matrix(kOp, "weight", weight[0]).size[0], group_list,
@@ -113,19 +128,28 @@ Tensor Allocate(const Tensor& like, const std::vector<int64_t>& sizes, DType dty
   return transposed ? EmptyTransposed(like, sizes, dtype) : Empty(like, sizes, dtype);
 }
 
+Tensor Wgrad(const char* op, const Tensor& x, const Tensor& grad, const Tensor& group_list, int64_t type,
+             bool transposed) {
+  const WgradInputs in = WgradViews(op, x, grad, group_list, type);
+  Tensor dw = Allocate(x, {in.groups.count(), in.x.size[1], in.dy.size[1]}, in.x.dtype, transposed);
+  GroupedMatmulWgrad(op, in.x, in.dy, in.groups, Unstack(View(op, dw)), false);
+  return dw;
+}
+
 Tensor grouped_matmul_wgrad(const Tensor& x, const Tensor& grad_output, const Tensor& group_list,
                             int64_t group_list_type, bool transposed) {
-  constexpr const char* kOp = "grouped_matmul_wgrad";
   JUMAR_COUNT_CALL("grouped_matmul_wgrad");
-  const WgradInputs in = WgradViews(kOp, x, grad_output, group_list, group_list_type);
-  Tensor dw = Allocate(x, {in.groups.count(), in.x.size[1], in.dy.size[1]}, in.x.dtype, transposed);
-  GroupedMatmulWgrad(kOp, in.x, in.dy, in.groups, Unstack(View(kOp, dw)), false);
-  return dw;
+  return Wgrad("grouped_matmul_wgrad", x, grad_output, group_list, group_list_type, transposed);
+}
+
+Tensor head_matmul_wgrad(const Tensor& x, const Tensor& grad_output, const Tensor& rows, bool transposed) {
+  JUMAR_COUNT_CALL("head_matmul_wgrad");
+  return Wgrad("head_matmul_wgrad", x, grad_output, rows, 1, transposed);
 }
 
 Tensors grouped_matmul_list_wgrad(const Tensor& x, const Tensor& grad_output, const Tensor& group_list,
                                   int64_t group_list_type, bool transposed) {
-  constexpr const char* kOp = "grouped_matmul_list_wgrad";
+  constexpr const char* kOp = "grouped_matmul_wgrad";
   JUMAR_COUNT_CALL("grouped_matmul_list_wgrad");
   const WgradInputs in = WgradViews(kOp, x, grad_output, group_list, group_list_type);
   Tensors dw;
@@ -220,6 +244,11 @@ std::vector<OpEntry> GroupedMatmulOps() {
       {"grouped_matmul_add_(Tensor(a!) sums, Tensor x, Tensor grad_output, Tensor group_list, int group_list_type=0)"
        " -> ()",
        TORCH_BOX(&grouped_matmul_add_), false},
+      {"head_matmul(Tensor x, Tensor weight, Tensor rows) -> Tensor", TORCH_BOX(&head_matmul), false},
+      {"head_matmul_dgrad(Tensor grad_output, Tensor weight, Tensor rows) -> Tensor", TORCH_BOX(&head_matmul_dgrad),
+       false},
+      {"head_matmul_wgrad(Tensor x, Tensor grad_output, Tensor rows, bool transposed=False) -> Tensor",
+       TORCH_BOX(&head_matmul_wgrad), false},
       {"separate_matmul(Tensor[] x, Tensor[] weight, Tensor[] bias) -> Tensor[]", TORCH_BOX(&separate_matmul), false},
   };
 }
