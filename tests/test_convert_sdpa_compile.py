@@ -131,6 +131,42 @@ def test_lengths_of_a_collator_cut_what_positions_do_not():
     same(run(compiled, **batch), run(model, **batch))
 
 
+STARTS = {name: torch.tensor([0, 7, 21, 52, 2 * LENGTH]) for name in ("cu_seq_lens_q", "cu_seq_lens_k")}
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["mask made in the graph", "mask made outside"])
+@pytest.mark.parametrize("case", ["causal", "window", "documents", "padding", "padding with holes"])
+def test_lengths_beside_a_mask(case, outside):
+    """They cut what it lets through in compiled code, too, and raise where they are not those of all tokens."""
+    options = dict(batch_size=2, kv_length=LENGTH, q_length=LENGTH, allow_is_causal_skip=False)
+    if "padding" in case:
+        options["attention_mask"] = CASES[case]["attention_mask"].bool()
+    of = (PACKED == 0).cumsum(1)
+
+    def make():
+        function = known.causal_mask_function
+        if case == "window":
+            function = known.sliding_window_causal_mask_function(3)
+        elif case == "documents":
+            function = known.and_masks(function, known.packed_sequence_mask_function(of))
+        return masks.attention_mask(mask_function=function, **options)
+
+    def attend(q, k, v, starts, mask=None):
+        mask = make() if mask is None else mask
+        return attention.attention_forward(torch.nn.Module(), q, k, v, mask, **starts)[0]
+
+    gen = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 2, LENGTH, 8, generator=gen) for _ in range(3)]
+    given = (make(),) if outside else ()
+    want = attend(*tensors, STARTS)
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    same([compiled(*tensors, STARTS, *given)], [want])
+    assert not torch.equal(want, attend(*tensors, {}))
+    for wrong in (STARTS["cu_seq_lens_q"] - 1, STARTS["cu_seq_lens_q"][:-1]):
+        with pytest.raises(RuntimeError, match="npu_sdpa: cu_seq_lens_q must rise from 0 to the 2 x 37 tokens"):
+            compiled(*tensors, dict.fromkeys(STARTS, wrong), *given)
+
+
 @pytest.mark.parametrize(
     ("family", "names"),
     [("qwen3", None), ("qwen3", ["npu_rope", "npu_sdpa", "npu_rms_norm"]), ("qwen3_moe", None), ("deepseek_v3", NAME)],

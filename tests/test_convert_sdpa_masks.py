@@ -8,6 +8,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import jumar
 
@@ -15,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 from transformers import masking_utils
 
 from jumar.hf import attention, masks
+from op_util import assert_ulp
 from sdpa_util import NAME, PACKED, error, lazy_only, qwen3, run, same
 
 
@@ -193,11 +195,60 @@ def test_lengths_of_a_collator(monkeypatch):
 
 def test_lengths_that_do_not_add_up_are_an_error():
     batch = {"input_ids": torch.randint(3, 60, (1, 11)), "position_ids": torch.arange(11)[None]}
-    lengths = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "cu_seq_lens_k": torch.tensor([0, 4, 9])}
+    given = {"cu_seq_lens_q": torch.tensor([0, 4, 9]), "cu_seq_lens_k": torch.tensor([0, 4, 9])}
     model = qwen3()
     jumar.convert(model, NAME)
     with pytest.raises(RuntimeError, match="npu_fusion_attention: actual_seq_qlen .*11"):
-        model(**batch, **lengths, use_cache=False)
+        model(**batch, **given, use_cache=False)
+
+
+def lengths(*sizes, keys=None):
+    starts = [torch.tensor([0, *ends]).cumsum(0).int() for ends in (sizes, keys or sizes)]
+    return {"cu_seq_lens_q": starts[0], "cu_seq_lens_k": starts[1]}
+
+
+def padded_qkv(queries=6):
+    """Attention of two rows of nine keys, the first of them padded at its left, with a lazy mask; fp64 on its matrix."""
+    gen = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 8, generator=gen) for n in (queries, 9, 9))
+    padding = torch.ones(2, 9, dtype=torch.bool)
+    padding[0, :2] = False
+    made = masks.attention_mask(
+        batch_size=2, q_length=queries, kv_length=9, q_offset=9 - queries, attention_mask=padding
+    )  # fmt: skip
+    assert isinstance(made, masks.LazyMask)
+    return (q, k, v), made
+
+
+@pytest.mark.parametrize(
+    ("queries", "given"),
+    [(9, lengths(4, 5, 6, 3)), (9, lengths(4, 11, 3)), (9, lengths(18)), (6, lengths(2, 4, 6, keys=(5, 4, 9)))],
+    ids=["in rows", "across rows", "one", "fewer queries"],
+)
+def test_lengths_cut_a_mask(queries, given):
+    tensors, made = padded_qkv(queries)
+    out = attention.attention_forward(torch.nn.Module(), *tensors, made, **given)[0]
+    same([attention.attention_forward(torch.nn.Module(), *tensors, made.value(), **given)[0]], [out])
+    of = [
+        torch.arange(len(t) - 1).repeat_interleave(t.long().diff()).view(2, n)
+        for t, n in zip(given.values(), (queries, 9), strict=True)
+    ]
+    matrix = made.value() & (of[0][:, :, None] == of[1][:, None])[:, None]
+    want = F.scaled_dot_product_attention(*(t.double() for t in tensors), attn_mask=matrix)
+    want = want.masked_fill(~matrix.any(-1, keepdim=True), 0)
+    assert_ulp(out.transpose(1, 2), want, 4.0, floor=1e-6)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [lengths(4, 5, 6), lengths(4, 5, 6, 4), lengths(9), lengths(4, 5, 9, keys=(9, 8)), lengths(20, -2), lengths(18, keys=(9, 9))]
+    + [{name: values + 1 for name, values in lengths(4, 13).items()}],
+)  # fmt: skip
+def test_lengths_beside_a_mask_must_add_up(given):
+    tensors, made = padded_qkv(9)
+    for mask in (made, made.value()):
+        with pytest.raises(RuntimeError, match="npu_sdpa: cu_seq_lens_[qk] .*(rise from 0 to the 2 x 9 tokens|as many)"):
+            attention.attention_forward(torch.nn.Module(), *tensors, mask, **given)
 
 
 def test_a_lazy_mask_is_a_mask():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from jumar.convert.swap import original_class
 from jumar.convert.verdict import Match, Miss, Verdict
-from jumar.hf import forwards, traced_masks
+from jumar.hf import forwards, lengths, traced_masks
 from jumar.hf.masks import LazyMask, attention_mask
 from jumar.hf.traced_masks import TracedMask
 from jumar.masks import attend, functions
@@ -60,12 +60,23 @@ def _fall_back(module: nn.Module, reason: str, *tensors: Any, **rest: Any) -> An
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *tensors, **rest)
 
 
-def _lengths(rest: dict[str, Any]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Ends of packed queries and keys, as callers of flash attention give them."""
-    given = rest.get("cu_seq_lens_q"), rest.get("cu_seq_lens_k")
-    if given[0] is None or given[1] is None or torch.compiler.is_compiling():
-        return None
-    return tuple(tuple(t[1:].tolist()) for t in given)
+def _attend_lazily(
+    tensors: list[Tensor], mask: LazyMask, starts: tuple[Tensor, Tensor] | None, options: dict[str, Any]
+) -> Tensor:
+    """Attention under a mask of ranges, cut to sequences that begin at ``starts``."""
+    if starts is None:
+        return attend.attend(*tensors, mask.plan, **options)
+    if not torch.compiler.is_compiling():
+        return attend.attend(*tensors, mask.within(starts), **options)
+    plan, device = mask.plan, tensors[0].device
+    batch, rows = plan.ranges.first.shape
+    starts = lengths.check(starts, batch, rows, plan.ranges.keys)
+    if plan.calls is not None and len(plan.calls) == 1 and plan.ends[0][0]:
+        ends = lengths.merged(plan.ends[0][1], starts)
+        hides = attend.packed_band(device, plan.calls[0].window, True) if plan.calls[0].causal else {}
+        return attend.packed(*tensors, (ends, ends), options | hides)
+    hidden = plan.matrix() | ~lengths.together(starts, batch, rows, plan.ranges.keys)
+    return attend.whole(*tensors, options | {"atten_mask": hidden.to(device), "sparse_mode": 1})
 
 
 def attention_forward(
@@ -96,6 +107,7 @@ def attention_forward(
     if isinstance(attention_mask, LazyMask) and attention_mask.changed:
         attention_mask = attention_mask.value()
     lazy = isinstance(attention_mask, LazyMask | TracedMask)
+    starts = lengths.given(rest)
     options: dict[str, Any] = {}
     query, key, value = functions.autocast(query, key, value)
     reason = functions.unsupported(query, key, value)
@@ -106,6 +118,9 @@ def attention_forward(
         mask = attention_mask if attention_mask.dim() == 4 else attention_mask[:, None]
         mask = mask[..., :keys]
         if mask.dtype == torch.bool:
+            if starts is not None:
+                sizes = query.shape[0], query.shape[2], keys
+                mask = mask & lengths.together(lengths.check(starts, *sizes), *sizes).to(mask.device)
             # The operator's sense: True hides.
             options = {"atten_mask": mask.logical_not(), "sparse_mode": 1}
         elif reason is None:
@@ -124,25 +139,20 @@ def attention_forward(
     if sink is not None:
         options["sink"] = functions.sinks_for(query, sink)
     tensors = [t.transpose(1, 2) for t in (query, key, value)]
-    ends = _lengths(rest)
     if isinstance(attention_mask, TracedMask):
-        lengths = rest.get("cu_seq_lens_q") if rest.get("cu_seq_lens_k") is not None else None
-        lengths = None if lengths is None else lengths[1:].to(torch.int64)
-        return attention_mask.attend(*tensors, lengths, options), None
+        return attention_mask.attend(*tensors, starts, options), None
     if lazy:
-        plan = attention_mask.plan if ends is None else attention_mask.within(ends[0])
-        return attend.attend(*tensors, plan, **options), None
+        return _attend_lazily(tensors, attention_mask, starts, options), None
     if attention_mask is None:
         rows = query.shape[2]
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         causal = bool(causal and rows > 1)
-        if ends is None and rest.get("cu_seq_lens_q") is not None and rest.get("cu_seq_lens_k") is not None:
+        if starts is not None:
             # Compiled code has no numbers to look at.
-            starts = rest["cu_seq_lens_q"], rest["cu_seq_lens_k"]
-            band = attend.packed_band(query.device, None, starts[0] is starts[1]) if causal else {}
-            return attend.packed(*tensors, tuple(t[1:].cpu() for t in starts), options | band), None
-        if ends is not None:
-            band = attend.packed_band(query.device, None, ends[0] == ends[1]) if causal else {}
+            numbers = not torch.compiler.is_compiling()
+            ends = tuple(t[1:].tolist() if numbers else t[1:].cpu() for t in starts)
+            alike = ends[0] == ends[1] if numbers else starts[0] is starts[1]
+            band = attend.packed_band(query.device, None, alike) if causal else {}
             return attend.packed(*tensors, ends, options | band), None
         if causal:
             options |= attend.upper_left(query.device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jumar.hf import traced_masks
+from jumar.hf import lengths, traced_masks
 from jumar.hf.lazy import Lazy
 from jumar.masks.attend import Plan
 from jumar.masks.ranges import Ranges, from_visible
@@ -32,7 +32,7 @@ class LazyMask(Lazy):
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
         self.plan = plan
         self._value = None
-        self._cut: dict[tuple[int, ...], Plan] = {}
+        self._cut: dict[tuple[tuple[int, ...], ...], Plan] = {}
         return self
 
     def value(self) -> Tensor:
@@ -56,16 +56,14 @@ class LazyMask(Lazy):
                 return LazyMask(args[0].plan, args[0].device)
         return super().__torch_function__(func, types, args, kwargs)
 
-    def within(self, ends: tuple[int, ...]) -> Plan:
-        """The plan cut to packed sequences of all tokens that end there."""
+    def within(self, starts: tuple[Tensor, Tensor]) -> Plan:
+        """The plan cut to packed sequences: where those of queries and of keys begin, and the last one ends."""
         batch, queries = self.plan.ranges.first.shape
-        if queries != self.plan.ranges.keys or ends[-1] != batch * queries:
-            return self.plan
-        if ends not in self._cut:
-            lengths = torch.tensor((0, *ends)).diff()
-            ids = torch.arange(len(ends)).repeat_interleave(lengths).view(batch, queries)
-            self._cut[ends] = Plan(self.plan.ranges.documents(ids))
-        return self._cut[ends]
+        found = lengths.check(starts, batch, queries, self.plan.ranges.keys)
+        key = tuple(tuple(t.tolist()) for t in found)
+        if key not in self._cut:
+            self._cut[key] = Plan(lengths.cut(self.plan.ranges, found))
+        return self._cut[key]
 
     def __repr__(self, **_: Any) -> str:
         return f"LazyMask(shape={tuple(self.shape)})"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jumar.hf import lengths
 from jumar.masks import attend
 
 
@@ -123,11 +124,22 @@ class TracedMask:
         return func(*(made(a) for a in args), **{k: made(v) for k, v in (kwargs or {}).items()})
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, lengths: Tensor | None, options: dict[str, Any]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: tuple[Tensor, Tensor] | None,
+        options: dict[str, Any],
     ) -> Tensor:
-        """Attention of [B, S, N, D] tensors; ``lengths``: more places where sequences end, if the caller knows them."""
-        band = attend.limits(query.device, self.before, self.after)
-        ends = self.ends if lengths is None or self.ends is None else torch.cat([self.ends, lengths]).sort().values
+        """Attention of [B, S, N, D] tensors; ``starts``: where sequences begin as well, if the caller knows."""
+        band, ends, sizes = attend.limits(query.device, self.before, self.after), self.ends, (*query.shape[:2], key.shape[1])
+        if starts is not None:
+            starts = lengths.check(starts, *sizes)
+            if self.padding is not None:
+                hidden = self.padding | ~lengths.together(starts, *sizes).to(self.padding.device)
+                return attend.whole(query, key, value, options | {"sparse_mode": 0} | band | {"atten_mask": hidden})
+            rows = torch.arange(1, sizes[0] + 1) * sizes[1]
+            ends = lengths.merged(rows if ends is None else ends, starts)
         if ends is not None:
             return attend.packed(query, key, value, (ends, ends), options | band)
         if self.padding is not None:
