@@ -220,6 +220,38 @@ def test_flex_attention(cls, mod):
     assert type(model[0]) is cls
 
 
+class FlexBeside(Beside):
+    forward = Flex.forward
+
+
+class FlexApart(Apart):
+    forward = Flex.forward
+
+
+#: Without a mask, one that is a range a query, and one that is not.
+LAYOUT_MODS = {
+    "full": None,
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: (q // 7 == k // 7) & (q >= k),
+    "chequered": lambda b, h, q, k: (q + k) % 2 == 0,
+}
+
+
+@pytest.mark.parametrize("mod", LAYOUT_MODS)
+@pytest.mark.parametrize("cls", [FlexBeside, FlexApart])
+def test_flex_results_lie_in_memory_as_the_query_does(cls, mod):
+    model, options = made(cls), {}
+    if LAYOUT_MODS[mod] is not None:
+        options["mask"] = create_block_mask(LAYOUT_MODS[mod], 2, None, 20, 20, device="cpu")
+    with torch.no_grad():  # FlexAttention has no backward on a CPU
+        want = model[0](inputs(), **options)
+    jumar.convert(model, NAME, strict=True)
+    jumar.reset_call_counts()
+    out, *_ = run(model, inputs(), **options)
+    assert_ulp(out, want.double(), 8.0, floor=1e-6)
+    assert jumar.call_counts()["npu_fusion_attention"] == 1
+
+
 def test_flex_attention_keeps_what_the_operator_lacks():
     model, x = made(Flex).eval(), inputs()
 

@@ -90,10 +90,14 @@ def _four(mask: Tensor, query: Tensor, keys: int) -> Tensor:
     return mask.expand(batch, mask.shape[1], query.shape[2], keys)
 
 
+def _heads_together(query: Tensor) -> bool:
+    """Whether [B, N, S, D] lies as [B, S, N, D]. Results lie as the query does, as torch's do: callers take views."""
+    return query.stride(1) < query.stride(2)
+
+
 def _call(query: Tensor, key: Tensor, value: Tensor, scale: float | None, **options: Any) -> Tensor:
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # Results lie in memory as query does, as torch's do: callers take views of them.
-    together = query.stride(1) < query.stride(2)
+    together = _heads_together(query)
     tensors = (t.transpose(1, 2) if together else t for t in (query, key, value))
     layout = "BSND" if together else "BNSD"
     out = ops.npu_fusion_attention(*tensors, query.shape[1], layout, scale=scale, **options)[0]
@@ -214,6 +218,7 @@ def flex_attention_by(original: Callable) -> Callable:
             return _call(q, k, v, scale, atten_mask=plan, sparse_mode=1)
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         packed = (t.transpose(1, 2) for t in (q, k, v))
-        return attend.attend(*packed, plan, scale=scale).transpose(1, 2)
+        out = attend.attend(*packed, plan, scale=scale).transpose(1, 2)
+        return out if _heads_together(q) else out.contiguous()
 
     return flex_attention
