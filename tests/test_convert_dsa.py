@@ -182,6 +182,37 @@ def test_a_compiled_model_is_one_graph_without_a_matrix(packed):
         assert_close(got, want, 1e-6)
 
 
+PADDING = {
+    "right": [[1] * 29, [1] * 20 + [0] * 9],
+    "left": [[0] * 2 + [1] * 27, [0] * 9 + [1] * 20],
+    "holes": [[1] * 12 + [0] * 3 + [1] * 14, [0] * 4 + [1] * 15 + [0] * 2 + [1] * 6 + [0] * 2],
+    "nothing else": [[0] * 29, [1] * 29],
+}
+
+
+@pytest.mark.parametrize("what", PADDING)
+def test_padding_does_not_end_a_compiled_graph(what):
+    """Also where what is not padding is no range, which without a graph is the library's attention."""
+    model, real = _model(), torch.tensor(PADDING[what]).bool()
+    ids = models.example_inputs(model, length=29)["input_ids"]
+
+    def run(m):
+        m.zero_grad()
+        logits = m(input_ids=ids, attention_mask=real.long(), use_cache=False).logits[real]
+        logits.square().mean().backward()
+        return [logits.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)]
+
+    expected, graphs = run(model), Graphs()
+    jumar.convert(model, "npu_dsa")
+    torch._dynamo.reset()
+    actual, calls = counted(lambda: run(torch.compile(model, backend=graphs.backend, fullgraph=True)))
+    torch._dynamo.reset()
+    assert calls["npu_sparse_flash_attention"] == calls["npu_sparse_flash_attention_grad"] == 3
+    assert graphs.number == 2 and not graphs.matrices(29)
+    for got, want in zip(actual, expected, strict=True):
+        assert_close(got, want, 1e-5)
+
+
 def test_revert_and_undo_name_the_attention_that_was_there():
     model = _model()
     report = jumar.convert(model, "npu_dsa")

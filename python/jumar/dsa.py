@@ -102,6 +102,11 @@ def loss(constants: tuple[Tensor, ...], kl: Kl, index: Index) -> Tensor:
     return _Loss.apply(kl, tuple(t.detach() for t in constants), *index)
 
 
+def _along(x: Tensor, order: Tensor) -> Tensor:
+    """The rows of x [B, S, ..] in another order, [B, S]."""
+    return x.take_along_dim(order.view(*order.shape, *[1] * (x.dim() - 2)), 1)
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the rows of a batch lie: every row a sequence, or all rows one after another, cut where sequences end.
@@ -110,10 +115,12 @@ class Layout:
         ends: of queries, cumulative, without a leading 0; None: every row of the batch is a sequence. In a compiled graph a
             tensor, which the indexer's loss does not take.
         key_ends: of their keys.
+        order: int64 [B, S], which token of its row comes at each place; None: they are in order.
     """
 
     ends: tuple[int, ...] | Tensor | None = None
     key_ends: tuple[int, ...] | Tensor | None = None
+    order: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -121,7 +128,13 @@ class Layout:
 
     def rows(self, x: Tensor) -> Tensor:
         """A tensor [B, S, ..] as the operators take it."""
+        x = x if self.order is None else _along(x, self.order)
         return x if self.ends is None else x.flatten(0, 1)
+
+    def unpacked(self, x: Tensor, shape: Sequence[int]) -> Tensor:
+        """A result of the operators for queries, as [B, S, ..] of ``shape``, whose last size is x's."""
+        x = x.view(*shape[:-1], -1)
+        return x if self.order is None else _along(x, self.order.argsort(1))
 
     def lists(self) -> dict[str, Any]:
         """Arguments of the operators that take lists of ends."""
@@ -248,7 +261,7 @@ def latent_attention(
         return_softmax_lse=True,
     )
     constants = (query, key, indices, most, total, q_pe, k_pe)
-    return out.view(*shape[:-1], -1), constants, functools.partial(_sparse_kl, scale=scale, rows=rows)
+    return rows.unpacked(out, shape), constants, functools.partial(_sparse_kl, scale=scale, rows=rows)
 
 
 def _sparse_kl(
@@ -279,8 +292,7 @@ def dense_attention(
     )
     # [B, N, S, 8], or [T, N, 8]: each number eight times.
     statistics = [t[..., :1] if rows.ends is None else t[..., :1].transpose(0, 1) for t in (most, total)]
-    out = out.view(*query.shape[:-1], -1)
-    return out, (q, k, *statistics), functools.partial(_dense_kl, scale=scale, rows=rows)
+    return rows.unpacked(out, query.shape), (q, k, *statistics), functools.partial(_dense_kl, scale=scale, rows=rows)
 
 
 def _dense_kl(

@@ -159,13 +159,27 @@ def _global(method: Any, name: str) -> Any:
 def rows_of(mask: Tensor | TracedMask, learns: bool) -> dsa.Layout | None:
     """How rows lie whose visible keys a mask says, None where they are no causal sequences; ``learns``: in numbers.
 
-    In a compiled graph what is known of the mask is enough, where it has no padding; otherwise the graph ends here.
+    In a compiled graph what is known of the mask is enough; where numbers are needed, the graph ends here.
     """
     if not isinstance(mask, TracedMask):
         return _rows_once(mask)
-    if learns or mask.padding is not None or mask.before is not None or mask.after != 0:
+    if learns or mask.before is not None or mask.after != 0:
         return _rows_once(mask.value())
+    if mask.padding is not None:
+        return _rows_before_padding(mask.padding[:, 0, 0])
     return dsa.Layout(mask.ends, mask.ends)
+
+
+def _rows_before_padding(hidden: Tensor) -> dsa.Layout:
+    """Rows whose tokens, but for those that are hidden, bool [B, S], are a sequence each: the hidden ones come last.
+
+    Behind each sequence there is one of queries that see nothing, and one of keys that nobody sees.
+    """
+    batch, length = hidden.shape
+    end = torch.arange(1, batch + 1, device=hidden.device) * length
+    seen = end - hidden.sum(1)
+    ends, key_ends = (torch.stack(t, 1).flatten() for t in ((seen, end, end), (seen, seen, end)))
+    return dsa.Layout(ends, key_ends, hidden.to(torch.uint8).argsort(stable=True, dim=1))
 
 
 @torch.compiler.disable
