@@ -267,8 +267,9 @@ HWY_INLINE void StoreTwo(D d, hn::Vec<D> a, hn::Vec<D> b, T* HWY_RESTRICT p) {
 
 // Calls body(load, store) over [0, n), two vectors at a time: load(p, a, b) reads at p + i, store(a, b, p) writes at
 // p + i; the rest goes through buffers. kStream: stores go past the caches, so their pointers are aligned to vectors
-// and the caller ends with hwy::FlushStream().
-template <bool kStream = false, class D, class Body>
+// and the caller ends with hwy::FlushStream(). Those of the compute type, which may be working arrays, stay in the
+// caches unless kStreamWide.
+template <bool kStream = false, bool kStreamWide = false, class D, class Body>
 HWY_INLINE void ForEachTwo(D d, size_t n, const Body& body) {
   using V = hn::Vec<D>;
   const size_t step = 2 * hn::Lanes(d);
@@ -276,8 +277,7 @@ HWY_INLINE void ForEachTwo(D d, size_t n, const Body& body) {
   for (; i + step <= n; i += step) {
     body([&](const auto* p, V& a, V& b) HWY_ATTR { LoadTwo(d, p + i, a, b); },
          [&](V a, V b, auto* p) HWY_ATTR {
-           // Working arrays of the compute type stay in cache.
-           StoreTwo<kStream && !std::is_same_v<decltype(p), hn::TFromD<D>*>>(d, a, b, p + i);
+           StoreTwo<kStream && (kStreamWide || !std::is_same_v<decltype(p), hn::TFromD<D>*>)>(d, a, b, p + i);
          });
   }
   if (i < n) {

@@ -65,7 +65,7 @@ struct Setup {
   bool causal;
   AttentionInputs in;
   TensorView out, dy, max, sum, dq, dk, dv;
-  std::vector<std::vector<char>> memory;
+  std::vector<testing::Memory> memory;
 };
 
 void Forward(benchmark::State& state) {

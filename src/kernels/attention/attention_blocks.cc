@@ -291,6 +291,22 @@ void AttentionPlan::PackPse(const AttentionSequence& s, int64_t head, int64_t ro
   pack({numbers, x.dtype, rows, n, n, 1});
 }
 
+namespace {
+
+constexpr int64_t kLine = 64;
+constexpr int64_t kStreamBytes = 2 << 20;  // results of this size have left the nearest caches before they are read
+
+// Whether rows of `out` go past the caches. A row lies far from the next one of its head: without it the store of each
+// waits until its lines have come from memory, all of which it overwrites.
+bool Streams(const TensorView& out) {
+  const auto size = static_cast<int64_t>(SizeOf(out.dtype));
+  if (out.numel() * size < kStreamBytes || out.stride[3] != 1) return false;
+  if (reinterpret_cast<uintptr_t>(out.data) % kLine != 0 || out.size[3] * size % kLine != 0) return false;
+  return std::all_of(out.stride, out.stride + 3, [&](int64_t stride) { return stride * size % kLine == 0; });
+}
+
+}  // namespace
+
 void AttentionPlan::Store(const void* sums, int64_t ld, int64_t rows, const TensorView& out, int64_t batch,
                           int64_t head, int64_t row) const {
   GemmStore store{};
@@ -302,6 +318,7 @@ void AttentionPlan::Store(const void* sums, int64_t ld, int64_t rows, const Tens
   store.dtype = out.dtype;
   store.row_stride = out.stride[2];
   store.col_stride = out.stride[3];
+  store.stream = Streams(out);
   gemm.store(store);
 }
 

@@ -194,7 +194,7 @@ void StoreRow(const T* acc, const T* bias, T row_bias, int64_t n, O* out) {
   const hn::ScalableTag<T> d;
   using V = hn::Vec<decltype(d)>;
   const auto add = hn::Set(d, row_bias);
-  ForEachTwo<kStream>(d, static_cast<size_t>(n), [&](const auto& load, const auto& store) HWY_ATTR {
+  ForEachTwo<kStream, kStream>(d, static_cast<size_t>(n), [&](const auto& load, const auto& store) HWY_ATTR {
     V a;
     V b;
     load(acc, a, b);

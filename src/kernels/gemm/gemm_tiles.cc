@@ -383,7 +383,7 @@ void RunProducts(const GemmKernel& kernel, std::vector<MatrixProduct> products, 
     store.dtype = part.dtype;
     store.row_stride = part.stride[0];
     store.col_stride = part.stride[1];
-    store.stream = bytes >= kStreamBytes;
+    store.stream = bytes >= kStreamBytes && part.dtype != kernel.acc;
     kernel.store(store);
   });
 }
