@@ -55,46 +55,48 @@ HWY_INLINE V ExpNegAbs(D d, V x) {
 }
 
 // e^x within 1.5 ulp where the result is normal, rounded once below and 0 from -104 on; e^70 above 70, which no score
-// reaches over the maximum of its row; NaN for NaN. As ExpNegAbs, with the exponent raised by 25 so that results down
-// to the smallest subnormal are made of a normal number.
+// reaches over the maximum of its row; NaN for NaN. As ExpNegAbs: x = n ln2 + t. Without scalef, the polynomial gives
+// 2^-25 e^t and is multiplied by 2^(n + 25), a normal number down to the smallest result.
 //
 // Scores of hidden keys are minus infinity, and there are many: a product that underflows takes x86 a microcode assist,
-// more than ten times as long as the rest. scalef needs none far below the range; elsewhere such lanes compute e^0 and
-// are cleared.
+// more than ten times as long as the rest. scalef needs none far below the range; elsewhere x stops where the number
+// that stands for 2^(n + 25) is 0.
 template <class D, class V>
 HWY_INLINE V ScoreExp(D d, V x) {
   if constexpr (sizeof(hn::TFromD<D>) == 8) {
     return ExpOf(d, x);
   } else {
-    const hn::RebindToUnsigned<D> du;
-    const auto polynomial = [&](V n, V y) HWY_ATTR {
-      const V t = hn::MulAdd(n, hn::Set(d, 2.12194440e-4f), hn::NegMulAdd(n, hn::Set(d, 0.693359375f), y));
-      V p = hn::MulAdd(t, hn::Set(d, 0.00140616044f), hn::Set(d, 0.00837910693f));
-      p = hn::MulAdd(p, t, hn::Set(d, 0.0416647693f));
-      p = hn::MulAdd(p, t, hn::Set(d, 0.166663642f));
-      p = hn::MulAdd(p, t, hn::Set(d, 0.500000044f));
-      p = hn::MulAdd(p, t, hn::Set(d, 1.0f));
-      return hn::MulAdd(p, t, hn::Set(d, 1.0f));
-    };
-    const V high = hn::Set(d, 70.0f);
     const V log2e = hn::Set(d, 1.44269504f);
+    // Of two operands of which one is NaN, x86 returns the second, Arm the NaN.
+    const auto clamp = [&](float low) HWY_ATTR { return hn::Min(hn::Set(d, 70.0f), hn::Max(hn::Set(d, low), x)); };
+    const auto polynomial = [&](V n, V y, float scale) HWY_ATTR {
+      const V t = hn::MulAdd(n, hn::Set(d, 2.12194440e-4f), hn::NegMulAdd(n, hn::Set(d, 0.693359375f), y));
+      V p = hn::MulAdd(t, hn::Set(d, 0.00140616044f * scale), hn::Set(d, 0.00837910693f * scale));
+      p = hn::MulAdd(p, t, hn::Set(d, 0.0416647693f * scale));
+      p = hn::MulAdd(p, t, hn::Set(d, 0.166663642f * scale));
+      p = hn::MulAdd(p, t, hn::Set(d, 0.500000044f * scale));
+      p = hn::MulAdd(p, t, hn::Set(d, 1.0f * scale));
+      return hn::MulAdd(p, t, hn::Set(d, 1.0f * scale));
+    };
 #if HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3
     if constexpr (hn::MaxLanes(D()) == 16) {
-      // Of two operands of which one is NaN, minps and maxps return the second.
-      const V y = hn::Min(high, hn::Max(hn::Set(d, -400.0f), x));
+      const V y = clamp(-400.0f);
       const V magic = hn::Set(d, 12582912.0f);
       const V n = hn::Sub(hn::MulAdd(y, log2e, magic), magic);
-      return V{_mm512_scalef_ps(polynomial(n, y).raw, n.raw)};
+      return V{_mm512_scalef_ps(polynomial(n, y, 1.0f).raw, n.raw)};
     }
 #endif
-    const auto gone = hn::Lt(x, hn::Set(d, -104.0f));
-    const V y = hn::Min(hn::IfThenZeroElse(gone, x), high);
-    const V magic = hn::Set(d, 12582912.0f + 25.0f);
+    const V y = clamp(-105.36f);                       // n = -152
+    const V magic = hn::Set(d, 12582912.0f + 152.0f);  // n + 25 and the bias of exponents
     const V z = hn::MulAdd(y, log2e, magic);
-    const V p = polynomial(hn::Sub(z, magic), y);
-    const auto scaled = hn::Add(hn::BitCast(du, p), hn::ShiftLeft<23>(hn::BitCast(du, z)));
-    const V e = hn::IfThenZeroElse(gone, hn::Mul(hn::BitCast(d, scaled), hn::Set(d, 0x1p-25f)));
-    return hn::Or(e, hn::VecFromMask(d, hn::IsNaN(x)));
+    const hn::RebindToUnsigned<D> du;
+    const V power = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(du, z)));
+    const V e = hn::Mul(polynomial(hn::Sub(z, magic), y, 0x1p-25f), power);
+#if HWY_ARCH_X86 || HWY_ARCH_ARM
+    return e;
+#else
+    return hn::IfThenElse(hn::IsNaN(x), x, e);
+#endif
   }
 }
 

@@ -134,8 +134,8 @@ void GradientPanelAs(const PanelGradient& a) {
       if constexpr (kKeep) p = hn::Mul(p, k);
       if constexpr (kMasked) {
         const auto gone = hn::Eq(x, hidden);
-        p = hn::IfThenElse(gone, zero, p);
-        ds = hn::IfThenElse(gone, zero, ds);
+        p = hn::IfThenZeroElse(gone, p);
+        ds = hn::IfThenZeroElse(gone, ds);
       }
       hn::StoreU(p, d, s + i);
       hn::StoreU(ds, d, dp + i);

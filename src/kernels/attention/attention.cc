@@ -146,6 +146,7 @@ class Forward {
     int64_t head;
     int64_t row;
     int64_t rows;
+    bool summed = false;  // its sums are not all 0
   };
 
   void Block(const Item& item, int64_t row, int64_t rows) {
@@ -190,7 +191,7 @@ class Forward {
       const C* k_packed = item.packed + at * block_size_;
       const C* v_packed = k_packed + v_begin_;
       for (int64_t i = 0; i < count; ++i) {
-        const Panel& p = panels[static_cast<size_t>(i)];
+        Panel& p = panels[static_cast<size_t>(i)];
         const PanelKeys keys = plan_.Keys(s, p.head, p.row, p.rows, key, n);
         if (!keys.any()) continue;
         const bool scaled =
@@ -198,10 +199,10 @@ class Forward {
         C* visible = scores + keys.begin * width;
         const int64_t seen = keys.end - keys.begin;
         C* sums = acc + i * acc_stride;
-        if (plan_.panel.softmax(
-                {visible, seen, scaled ? 1.0 : plan_.in.scale, max + i * width, sum + i * width, rescale})) {
-          plan_.ScaleSums(sums, shape.dv, p.rows, rescale);
-        }
+        const bool moved = plan_.panel.softmax(
+            {visible, seen, scaled ? 1.0 : plan_.in.scale, max + i * width, sum + i * width, rescale});
+        if (moved && p.summed) plan_.ScaleSums(sums, shape.dv, p.rows, rescale);
+        p.summed = true;
         if (keep != nullptr) {
           plan_.Keep(s, p.head, p.row, p.rows, key + keys.begin, seen, keep);
           plan_.panel.multiply(visible, seen * width, keep);
@@ -224,6 +225,11 @@ class Forward {
     for (int64_t r = 0; r < p.rows; ++r) {
       C* m = reinterpret_cast<C*>(Element(max_, s.batch, p.head, row + r));
       C* l = reinterpret_cast<C*>(Element(sum_, s.batch, p.head, row + r));
+      if (max_.stride[3] == 1 && sum_.stride[3] == 1) {
+        std::fill_n(m, 8, max[r]);
+        std::fill_n(l, 8, sum[r]);
+        continue;
+      }
       for (int64_t i = 0; i < 8; ++i) {
         m[i * max_.stride[3]] = max[r];
         l[i * sum_.stride[3]] = sum[r];
