@@ -56,6 +56,12 @@ def _overloads(name: str) -> list[tuple[str, Any]]:
     return [(ns, getattr(space, name).default) for ns, space in spaces if hasattr(space, name)]
 
 
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments, also those in lists."""
+    lists = [v if isinstance(v, list | tuple) else [v] for v in values]
+    return [t for values in lists for t in values if isinstance(t, torch.Tensor)]
+
+
 def register_fake(name: str, fake: Callable[..., Any], shown: str | None = None) -> None:
     """Registers `fake`, which gives the results' shapes, dtypes and strides, in every namespace.
 
@@ -79,14 +85,18 @@ def _checked(name: str, op: Any, fake: Callable[..., Any]) -> Callable[..., Any]
     def checked(*args: Any, **kwargs: Any) -> Any:
         args = (*args, *defaults[len(args) :])
         values = (*args, *kwargs.values())
-        lists = [v if isinstance(v, list | tuple) else [v] for v in values]
-        tensors = (t for values in lists for t in values if isinstance(t, torch.Tensor))
-        devices = sorted({str(t.device) for t in tensors})
+        devices = sorted({str(t.device) for t in _tensors(values)})
         if len(devices) > 1:
             raise RuntimeError(
                 f"{_caller(name)}: all tensors must be on one device, got {' and '.join(devices)}"
             )
-        return fake(*args, **kwargs)
+        try:
+            return fake(*args, **kwargs)
+        except (IndexError, ValueError) as error:  # a dimension that is not there
+            shapes = ", ".join(str(list(t.shape)) for t in _tensors(values))
+            raise RuntimeError(
+                f"{_caller(name)}: the shapes of the tensors do not go together, got {shapes}"
+            ) from error
 
     return checked
 
@@ -131,9 +141,7 @@ class _ReverseMode(torch.library.Library):
 def _refuse_tangents(name: str, args: Sequence[Any]) -> None:
     if forward_ad._current_level < 0:
         return
-    lists = [a if isinstance(a, list | tuple) else [a] for a in args]
-    tensors = [t for values in lists for t in values if isinstance(t, torch.Tensor)]
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in _tensors(args)):
         raise RuntimeError(f"{_caller(name)}: forward-mode differentiation is not implemented")
 
 
