@@ -22,6 +22,16 @@ void Read(const RowMap& rows, int64_t* out) {
 
 template <typename T>
 bool Outside(const T* row, int64_t n, int64_t stride, int64_t low, int64_t end) {
+  if (stride == 1) {
+    // Vectors of them.
+    T least = row[0];
+    T most = row[0];
+    for (int64_t i = 1; i < n; ++i) {
+      least = std::min(least, row[i]);
+      most = std::max(most, row[i]);
+    }
+    return least < low || most >= end;
+  }
   bool outside = false;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t value = row[i * stride];

@@ -16,18 +16,25 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// The tile state of this thread while it multiplies; released at the end so that it costs nothing in a context switch.
+// What was stored there, and elsewhere, is in memory: g++ does not see all that instructions on tiles read.
+inline void Stored(const void* at) { asm volatile("" ::"r"(at) : "memory"); }
+
+// The tile state of this thread; closed when it has multiplied, so that it costs nothing in a context switch.
+inline void OpenRegisters() {
+  TileConfig config;
+  for (int t = 0; t < 8; ++t) {
+    config.row_bytes[t] = 64;
+    config.rows[t] = 16;
+  }
+  Stored(&config);
+  _tile_loadconfig(&config);
+}
+inline void CloseRegisters() { _tile_release(); }
+
 class Tiles {
  public:
-  Tiles() {
-    TileConfig config;
-    for (int t = 0; t < 8; ++t) {
-      config.row_bytes[t] = 64;
-      config.rows[t] = 16;
-    }
-    _tile_loadconfig(&config);
-  }
-  ~Tiles() { _tile_release(); }
+  Tiles() { OpenRegisters(); }
+  ~Tiles() { CloseRegisters(); }
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 };

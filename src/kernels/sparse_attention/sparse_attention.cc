@@ -74,6 +74,7 @@ class Forward {
       states.push_back(s);
     }
     Work work(plan_, frame);
+    const OpenTiles tiles(plan_.tiles);
     for (int64_t b = 0; b < plan_.blocks; ++b) {
       for (State& s : states) Add(&s, s.slots.begins[b], s.slots.begins[b + 1], work);
     }
@@ -147,6 +148,7 @@ class Forward {
       State& s = states[static_cast<size_t>(i)];
       ScratchFrame mine;
       Work work(plan_, mine);
+      const OpenTiles tiles(plan_.tiles);
       const int64_t n = plan_.Count(s.slots);
       Add(&s, ChunkBegin(n, parts, i % parts), ChunkBegin(n, parts, i % parts + 1), work);
     });

@@ -116,6 +116,7 @@ class Backward {
     SparsePlan::Rows rows = plan_.AllocRows(frame);
     std::vector<State> states;
     for (int64_t i = 0; i < count; ++i) states.push_back(Open(&items[i], first + i, frame));
+    const OpenTiles tiles(plan_.tiles);
     for (int64_t b = 0; b < plan_.blocks; ++b) {
       for (State& s : states) {
         const int64_t* begins = s.item->slots.begins + b;
@@ -259,6 +260,7 @@ class Backward {
       C* sums = static_cast<C*>(part.sums.data()) +
                 (unit.batch * shape_.kv_heads + unit.kv_head) * shape_.keys * part.ld + task.col;
       ScratchFrame frame;
+      const OpenTiles tiles(plan_.tiles);
       void** rows = plan_.tiles != nullptr ? nullptr : frame.Alloc<void*>(plan_.MaxSlots());
       for (size_t i = task.begin; i < task.end; ++i) {
         const SparsePlan::Slots& slots = items[i].slots;

@@ -1,6 +1,7 @@
 #include "kernels/sparse_attention/sparse_blocks.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -109,7 +110,10 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
   const bool few = std::min(group_units, shape.queries) < kMinGroup;
   const int64_t most = few ? 1 : std::clamp<int64_t>(MaxSlots() / kMinSlots, 1, kMaxBlocks);
   blocks = std::clamp<int64_t>(CeilDiv(shape.keys * row_bytes, kKeyBytes), 1, most);
-  key_block = std::max<int64_t>(1, CeilDiv(shape.keys, blocks));
+  // A power of two, or none: the block of a row is a shift away.
+  const auto rows = static_cast<uint64_t>(std::max<int64_t>(1, CeilDiv(shape.keys, blocks)));
+  const uint64_t above = std::bit_ceil(rows);
+  key_block = static_cast<int64_t>(2 * above > 3 * rows && blocks > 1 ? above / 2 : above);
   blocks = std::max<int64_t>(1, CeilDiv(shape.keys, key_block));
   for (const SequencePair& s : in.sequences) {
     for (int64_t i = 0; i < s.q_len; ++i) {
@@ -188,9 +192,9 @@ void SparsePlan::ListSlots(const SparseUnit& unit, const Slots& slots) const {
   uint16_t* of = work.Alloc<uint16_t>(MaxSlots());
   const int64_t n = ListRows(unit, rows);
   std::fill_n(slots.begins, blocks + 1, 0);
-  const auto size = static_cast<uint32_t>(key_block);
+  const int shift = std::countr_zero(static_cast<uint64_t>(key_block));
   for (int64_t i = 0; i < n; ++i) {
-    of[i] = static_cast<uint16_t>(static_cast<uint32_t>(rows[i]) / size);
+    of[i] = static_cast<uint16_t>(static_cast<uint32_t>(rows[i]) >> shift);
     ++slots.begins[of[i]];
   }
   int64_t begin = 0;

@@ -63,11 +63,30 @@ struct TileProducts {
   // Heads [head, head + lanes) of x as that of updates: 16 columns of them, and a column more than an odd number of
   // these, `block` 16-bit elements apart.
   void (*pack_across)(const GemmOperand& x, int64_t head, int64_t lanes, int64_t block, void* out);
+  // The thread's tile registers: the products that follow, up to close(), need them open.
+  void (*open)();
+  void (*close)();
   void (*dots)(const TileDots&);
   void (*sums)(const TileSums&);
   void (*updates)(const TileUpdates&);
 
   static int64_t HeadElements(int64_t columns) { return RoundUp(columns, 32) * kTileHeads; }
+};
+
+// The tile registers, open for as long as it lives, which costs as much as a few slots. Null: nothing.
+class OpenTiles {
+ public:
+  explicit OpenTiles(const TileProducts* products) : products_(products) {
+    if (products_ != nullptr) products_->open();
+  }
+  ~OpenTiles() {
+    if (products_ != nullptr) products_->close();
+  }
+  OpenTiles(const OpenTiles&) = delete;
+  OpenTiles& operator=(const OpenTiles&) = delete;
+
+ private:
+  const TileProducts* products_;
 };
 
 // Null where the CPU, or the SIMD cap, has no tiles.

@@ -89,7 +89,6 @@ void DotTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float* const*
 }
 
 void Dots(const TileDots& x) {
-  const Tiles tiles;
   constexpr void (*kKernels[])(int64_t, const uint16_t*, const uint16_t*, float* const*, int64_t, bool) = {
       &DotTiles<1>, &DotTiles<2>, &DotTiles<3>, &DotTiles<4>};
   alignas(64) uint16_t copy[kDotRows * kStep * kDotSteps];
@@ -117,6 +116,7 @@ void Dots(const TileDots& x) {
                                                         : _mm512_maskz_loadu_epi16(FirstLanes(rows.cols - k), from));
         }
       }
+      Stored(copy);
       const auto* b = static_cast<const uint16_t*>(x.heads) + s * kTile;
       const auto kernel = kKernels[CeilDiv(n, kTileHeads) - 1];
       for (int64_t t = 0; t < x.tiles; ++t, b += TileProducts::HeadElements(rows.cols)) {
@@ -177,32 +177,62 @@ void PackFactors(const float* panel, int64_t ld, int64_t n, __mmask16 lanes, uin
   for (int64_t t = 0; t < kTerms; ++t) Transpose16x16(pairs[t], reinterpret_cast<uint32_t*>(out + t * kTile));
 }
 
-// kSumCols columns of rows [i, i + n) as right operands: steps of kSumCols / 16 tiles.
-void PackRows(const PickedRows& rows, int64_t i, int64_t n, int64_t col, uint16_t* out) {
-  alignas(64) static constexpr uint16_t kLow[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                                    8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-  const __m512i low = _mm512_load_si512(kLow);
-  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-  const __mmask32 first = FirstLanes(rows.cols - col);
-  const __mmask32 second = FirstLanes(rows.cols - col - 32);
-  for (int64_t pair = 0; pair < RoundUp(n, kStep) / 2; ++pair) {
-    uint16_t* to = out + pair / 16 * (kSumCols / 16 * kTile) + pair % 16 * 32;
-    const auto load = [&](int64_t r, int64_t c, __mmask32 mask) {
-      return r < n ? _mm512_maskz_loadu_epi16(mask, Row(rows, i + r) + c) : _mm512_setzero_si512();
-    };
-    __m512i a = load(2 * pair, col, first);
-    __m512i b = load(2 * pair + 1, col, first);
-    _mm512_store_si512(to, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_store_si512(to + kTile, _mm512_permutex2var_epi16(a, high, b));
-    a = load(2 * pair, col + 32, second);
-    b = load(2 * pair + 1, col + 32, second);
-    _mm512_store_si512(to + 2 * kTile, _mm512_permutex2var_epi16(a, low, b));
-    _mm512_store_si512(to + 3 * kTile, _mm512_permutex2var_epi16(a, high, b));
+// kSumCols columns of kSumRows rows as right operands, steps of kSumCols / 16 tiles: some pairs of rows at a time,
+// between instructions on other tiles.
+class RowPacker {
+ public:
+  explicit RowPacker(const PickedRows& rows) : rows_(rows) {}
+  // Rows [row, row + n), columns from `col` on.
+  void Start(int64_t row, int64_t n, int64_t col, uint16_t* out) {
+    row_ = row;
+    n_ = n;
+    col_ = col;
+    out_ = out;
+    pair_ = 0;
+    pairs_ = RoundUp(n, kStep) / 2;
+    first_ = FirstLanes(rows_.cols - col);
+    second_ = FirstLanes(rows_.cols - col - 32);
   }
-}
+  void Pack(int64_t pairs) {
+    for (const int64_t end = std::min(pair_ + pairs, pairs_); pair_ < end; ++pair_) {
+      uint16_t* to = out_ + pair_ / 16 * (kSumCols / 16 * kTile) + pair_ % 16 * 32;
+      if (2 * pair_ + 1 < n_) {
+        const uint16_t* a = Row(rows_, row_ + 2 * pair_) + col_;
+        const uint16_t* b = Row(rows_, row_ + 2 * pair_ + 1) + col_;
+        Interleave(_mm512_maskz_loadu_epi16(first_, a), _mm512_maskz_loadu_epi16(first_, b), to);
+        Interleave(_mm512_maskz_loadu_epi16(second_, a + 32), _mm512_maskz_loadu_epi16(second_, b + 32), to + 2 * kTile);
+      } else {
+        const __m512i none = _mm512_setzero_si512();
+        const uint16_t* a = Row(rows_, row_ + std::min(2 * pair_, n_ - 1)) + col_;
+        const __mmask32 has = 2 * pair_ < n_ ? ~__mmask32{0} : 0;
+        Interleave(_mm512_maskz_loadu_epi16(first_ & has, a), none, to);
+        Interleave(_mm512_maskz_loadu_epi16(second_ & has, a + 32), none, to + 2 * kTile);
+      }
+    }
+  }
+  void PackRest() { Pack(pairs_); }
 
-// c[16 x kSumCols] (+)= factors * rows.
-void SumTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float* c, int64_t stride, bool accumulate) {
+ private:
+  // 32 columns of two rows: a tile's row each of the first and of the last 16.
+  static void Interleave(__m512i a, __m512i b, uint16_t* to) {
+    const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+    a = _mm512_permutexvar_epi64(order, a);
+    b = _mm512_permutexvar_epi64(order, b);
+    _mm512_store_si512(to, _mm512_unpacklo_epi16(a, b));
+    _mm512_store_si512(to + kTile, _mm512_unpackhi_epi16(a, b));
+  }
+
+  const PickedRows& rows_;
+  int64_t row_ = 0, n_ = 0, col_ = 0, pair_ = 0, pairs_ = 0;
+  __mmask32 first_ = 0, second_ = 0;
+  uint16_t* out_ = nullptr;
+};
+
+// c[16 x kSumCols] (+)= factors * rows. between(): other work.
+template <typename Between>
+inline void SumTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float* c, int64_t stride, bool accumulate,
+                     const Between& between) {
+  static_assert(kTerms == 3 && kSumCols == 64);
   if (accumulate) {
     _tile_loadd(0, c, stride);
     _tile_loadd(1, c + 16, stride);
@@ -214,18 +244,30 @@ void SumTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float* c, int
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t s = 0; s < steps; ++s, b += 4 * kTile) {
-    for (int64_t t = 0; t < kTerms; ++t, a += kTile) {
-      _tile_loadd(4, a, kRowBytes);
-      _tile_loadd(5, b, kRowBytes);
-      _tile_dpbf16ps(0, 4, 5);
-      _tile_loadd(6, b + kTile, kRowBytes);
-      _tile_dpbf16ps(1, 4, 6);
-      _tile_loadd(7, b + 2 * kTile, kRowBytes);
-      _tile_dpbf16ps(2, 4, 7);
-      _tile_loadd(5, b + 3 * kTile, kRowBytes);
-      _tile_dpbf16ps(3, 4, 5);
-    }
+  for (int64_t s = 0; s < steps; ++s, a += kTerms * kTile, b += 4 * kTile) {
+    _tile_loadd(4, a, kRowBytes);
+    _tile_loadd(5, a + kTile, kRowBytes);
+    _tile_loadd(6, a + 2 * kTile, kRowBytes);
+    _tile_loadd(7, b, kRowBytes);
+    _tile_dpbf16ps(0, 4, 7);
+    _tile_dpbf16ps(0, 5, 7);
+    _tile_dpbf16ps(0, 6, 7);
+    between();
+    _tile_loadd(7, b + kTile, kRowBytes);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(1, 5, 7);
+    _tile_dpbf16ps(1, 6, 7);
+    between();
+    _tile_loadd(7, b + 2 * kTile, kRowBytes);
+    _tile_dpbf16ps(2, 4, 7);
+    _tile_dpbf16ps(2, 5, 7);
+    _tile_dpbf16ps(2, 6, 7);
+    between();
+    _tile_loadd(7, b + 3 * kTile, kRowBytes);
+    _tile_dpbf16ps(3, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+    _tile_dpbf16ps(3, 6, 7);
+    between();
   }
   _tile_stored(0, c, stride);
   _tile_stored(1, c + 16, stride);
@@ -234,10 +276,13 @@ void SumTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float* c, int
 }
 
 void Sums(const TileSums& x) {
-  const Tiles tiles;
   constexpr int64_t kSteps = kSumRows / kStep;
   alignas(64) uint16_t factors[2][kSteps * kTerms * kTile];
-  alignas(64) uint16_t rows[kSteps * kSumCols * kStep];
+  alignas(64) uint16_t packed[2][kSteps * kSumCols * kStep];
+  RowPacker packer(x.rows);
+  packer.Start(0, std::min(kSumRows, x.rows.n), 0, packed[0]);
+  packer.PackRest();
+  int64_t now = 0;
   for (int64_t i = 0; i < x.rows.n; i += kSumRows) {
     const int64_t n = std::min(kSumRows, x.rows.n - i);
     const int64_t steps = CeilDiv(n, kStep);
@@ -248,67 +293,137 @@ void Sums(const TileSums& x) {
                     factors[h / kTileHeads] + s * kTerms * kTile);
       }
     }
-    for (int64_t c = 0; c < x.rows.cols; c += kSumCols) {
-      PackRows(x.rows, i, n, c, rows);
-      for (int64_t h = 0; h < x.lanes; h += kTileHeads) {
-        SumTiles(steps, factors[h / kTileHeads], rows, x.out + h * x.ld_out + c, x.ld_out * 4, x.accumulate || i > 0);
+    for (int64_t c = 0; c < x.rows.cols; c += kSumCols, now = 1 - now) {
+      if (c + kSumCols < x.rows.cols) {
+        packer.Start(i, n, c + kSumCols, packed[1 - now]);
+      } else {
+        packer.Start(i + n, std::min(kSumRows, x.rows.n - i - n), 0, packed[1 - now]);
       }
+      Stored(factors);
+      for (int64_t h = 0; h < x.lanes; h += kTileHeads) {
+        SumTiles(steps, factors[h / kTileHeads], packed[now], x.out + h * x.ld_out + c, x.ld_out * 4,
+                 x.accumulate || i > 0, [&] { packer.Pack(4); });
+      }
+      packer.PackRest();
     }
   }
 }
 
 constexpr int64_t kUpdateCols = 128;
+constexpr int64_t kUpdateRows = 16;
+constexpr int64_t kUpdateRun = 64;  // rows whose factors are packed at a time
 
-// sums[16 x cols] = factors * heads: two tiles of factors, and of 16 columns one of heads, for each 16 heads.
-void UpdateTiles(int64_t heads, const uint16_t* a, const uint16_t* b, int64_t block, int64_t cols, float* sums) {
-  constexpr int64_t kStride = kUpdateCols * 4;
-  for (int64_t c = 0; c < cols; c += 32, b += 2 * block) {
+// sums[16 x 32] = factors * heads: two tiles of factors, and of 16 columns one of heads, for each 16 heads; the first
+// factors are in tiles 4 and 5 already, and the last remain there. The sums are left in tiles 2 and 3 (kSecond), or 0
+// and 1.
+template <bool kSecond>
+inline void UpdateTiles(int64_t heads, const uint16_t* a, const uint16_t* b, int64_t block) {
+  if constexpr (kSecond) {
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
     _tile_zero(0);
     _tile_zero(1);
-    for (int64_t h = 0; h < heads; ++h) {
-      _tile_loadd(4, a + 2 * h * kTile, kRowBytes);
-      _tile_loadd(6, b + h * kTile, kRowBytes);
+  }
+  for (int64_t h = 0;; a += 2 * kTile, b += kTile) {
+    _tile_loadd(6, b, kRowBytes);
+    _tile_loadd(7, b + block, kRowBytes);
+    if constexpr (kSecond) {
+      _tile_dpbf16ps(2, 4, 6);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 4, 7);
+      _tile_dpbf16ps(3, 5, 7);
+    } else {
       _tile_dpbf16ps(0, 4, 6);
-      if (c + 16 < cols) {
-        _tile_loadd(7, b + block + h * kTile, kRowBytes);
-        _tile_dpbf16ps(1, 4, 7);
-      }
-      _tile_loadd(5, a + (2 * h + 1) * kTile, kRowBytes);
       _tile_dpbf16ps(0, 5, 6);
-      if (c + 16 < cols) _tile_dpbf16ps(1, 5, 7);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(1, 5, 7);
     }
-    _tile_stored(0, sums + c, kStride);
-    if (c + 16 < cols) _tile_stored(1, sums + c + 16, kStride);
+    if (++h == heads) return;
+    _tile_loadd(4, a + 2 * kTile, kRowBytes);
+    _tile_loadd(5, a + 3 * kTile, kRowBytes);
   }
 }
 
-void Updates(const TileUpdates& x) {
-  const Tiles tiles;
-  alignas(64) uint16_t factors[2 * 2 * kTile];
-  alignas(64) float sums[16 * kUpdateCols];
-  const int64_t heads = CeilDiv(x.lanes, kTileHeads);
-  float* base = static_cast<float*>(const_cast<void*>(x.rows.base));
-  for (int64_t i = 0; i < x.rows.n; i += 16) {
-    const int64_t n = std::min<int64_t>(16, x.rows.n - i);
-    for (int64_t h = 0; h < heads; ++h) {
-      const auto lanes = static_cast<__mmask16>(FirstLanes(std::min(kTileHeads, x.lanes - h * kTileHeads)));
-      uint16_t* to = factors + 2 * h * kTile;
-      for (int64_t r = 0; r < n; ++r, to += 32) {
-        const Terms terms(_mm512_maskz_loadu_ps(lanes, x.panel + (i + r) * x.ld + h * kTileHeads));
-        _mm512_store_si512(to, Pair(terms.t[0], terms.t[1]));
-        _mm512_store_si512(to + kTile, _mm512_srli_epi32(terms.t[2], 16));
-      }
+template <bool kSecond>
+inline void StoreUpdates(float* sums) {
+  constexpr int64_t kStride = kUpdateCols * 4;
+  if constexpr (kSecond) {
+    _tile_stored(2, sums, kStride);
+    _tile_stored(3, sums + 16, kStride);
+  } else {
+    _tile_stored(0, sums, kStride);
+    _tile_stored(1, sums + 16, kStride);
+  }
+}
+
+// Rows [i, i + n) of a panel as left operands: two terms of each lane side by side, and the third alone.
+void PackUpdates(const TileUpdates& x, int64_t i, int64_t n, uint16_t* out) {
+  for (int64_t h = 0; h < x.lanes; h += kTileHeads, out += 2 * kTile) {
+    const auto lanes = static_cast<__mmask16>(FirstLanes(std::min(kTileHeads, x.lanes - h)));
+    for (int64_t r = 0; r < n; ++r) {
+      const Terms terms(_mm512_maskz_loadu_ps(lanes, x.panel + (i + r) * x.ld + h));
+      _mm512_store_si512(out + r * 32, Pair(terms.t[0], terms.t[1]));
+      _mm512_store_si512(out + kTile + r * 32, _mm512_srli_epi32(terms.t[2], 16));
     }
-    for (int64_t c = 0; c < x.rows.cols; c += kUpdateCols) {
-      const int64_t cols = std::min(kUpdateCols, x.rows.cols - c);
-      UpdateTiles(heads, factors, static_cast<const uint16_t*>(x.heads) + c / 16 * x.block, x.block, cols, sums);
-      for (int64_t r = 0; r < n; ++r) {
-        float* to = base + x.rows.rows[i + r] * x.rows.stride + c;
-        const float* from = sums + r * kUpdateCols;
-        for (int64_t j = 0; j < cols; j += 16) {
-          _mm512_storeu_ps(to + j, _mm512_add_ps(_mm512_loadu_ps(to + j), _mm512_load_ps(from + j)));
-        }
+  }
+}
+
+// to[0 .. 16 * kVectors) += from
+template <int kVectors>
+inline void AddRow(const float* from, float* to) {
+#pragma GCC unroll 8
+  for (int j = 0; j < kVectors; ++j, from += 16, to += 16) {
+    _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_load_ps(from)));
+  }
+}
+
+// Up to kUpdateRun rows, 32 * kPairs columns from `base` on.
+template <int kPairs>
+void UpdateRun(const int32_t* rows, int64_t n, int64_t stride, float* base, const uint16_t* factors, int64_t heads,
+               const uint16_t* right, int64_t block) {
+  alignas(64) float sums[2][kUpdateRows * kUpdateCols];
+  // Some of the rows that came last are added between the products of those that come next, before what waits for them.
+  const auto add = [&](int64_t i, int64_t begin, int64_t end) {
+    const float* from = sums[i / kUpdateRows % 2];
+    for (int64_t r = begin; r < std::min(end, n - i); ++r) {
+      AddRow<2 * kPairs>(from + r * kUpdateCols, base + rows[i + r] * stride);
+    }
+  };
+  const int64_t left_step = heads * 2 * kTile;
+  for (int64_t i = 0; i < n; i += kUpdateRows, factors += left_step) {
+    float* to = sums[i / kUpdateRows % 2];
+    for (int64_t t = 0; t < kPairs; ++t) {
+      if (t == 0 || heads > 1) {
+        _tile_loadd(4, factors, kRowBytes);
+        _tile_loadd(5, factors + kTile, kRowBytes);
       }
+      const uint16_t* b = right + 2 * t * block;
+      t % 2 == 0 ? UpdateTiles<false>(heads, factors, b, block) : UpdateTiles<true>(heads, factors, b, block);
+      if (i > 0) add(i - kUpdateRows, kUpdateRows * t / kPairs, kUpdateRows * (t + 1) / kPairs);
+      t % 2 == 0 ? StoreUpdates<false>(to + 32 * t) : StoreUpdates<true>(to + 32 * t);
+    }
+  }
+  add((n - 1) / kUpdateRows * kUpdateRows, 0, kUpdateRows);
+}
+
+void Updates(const TileUpdates& x) {
+  constexpr void (*kRuns[])(const int32_t*, int64_t, int64_t, float*, const uint16_t*, int64_t, const uint16_t*,
+                            int64_t) = {&UpdateRun<1>, &UpdateRun<2>, &UpdateRun<3>, &UpdateRun<4>};
+  const int64_t heads = CeilDiv(x.lanes, kTileHeads);
+  alignas(64) uint16_t factors[kUpdateRun / kUpdateRows * 2 * 2 * kTile];
+  float* base = static_cast<float*>(const_cast<void*>(x.rows.base));
+  for (int64_t first = 0; first < x.rows.n; first += kUpdateRun) {
+    const int64_t n = std::min(kUpdateRun, x.rows.n - first);
+    // All of them before the first is used: an instruction on tiles waits until memory has what was stored.
+    for (int64_t i = 0; i < n; i += kUpdateRows) {
+      PackUpdates(x, first + i, std::min(kUpdateRows, n - i), factors + i / kUpdateRows * heads * 2 * kTile);
+    }
+    Stored(factors);
+    for (int64_t c = 0; c < x.rows.cols; c += kUpdateCols) {
+      const auto run = kRuns[std::min(kUpdateCols, x.rows.cols - c) / 32 - 1];
+      run(x.rows.rows + first, n, x.rows.stride, base + c, factors, heads,
+          static_cast<const uint16_t*>(x.heads) + c / 16 * x.block, x.block);
     }
   }
 }
@@ -316,7 +431,8 @@ void Updates(const TileUpdates& x) {
 }  // namespace
 
 const TileProducts* TileProductsAmx() {
-  static const TileProducts products = {&PackHeads, &PackAcross, &Dots, &Sums, &Updates};
+  static const TileProducts products = {&PackHeads, &PackAcross, &OpenRegisters, &CloseRegisters,
+                                        &Dots,      &Sums,       &Updates};
   return &products;
 }
 

@@ -20,6 +20,7 @@ class Tiles {
         lanes_(lanes),
         ld_(lanes <= kTileHeads ? kTileHeads : 2 * kTileHeads),
         products_(*ChooseTileProducts()),
+        open_(&products_),
         keys_(DType::kBF16, {kKeys, cols}),
         heads_(DType::kBF16, strided ? std::vector<int64_t>{lanes, 2 * cols} : std::vector<int64_t>{lanes, cols + 3}),
         panel_(DType::kF32, {n, ld_}) {
@@ -106,6 +107,7 @@ class Tiles {
 
   int64_t n_, cols_, lanes_, ld_;
   const TileProducts& products_;
+  OpenTiles open_;
   Buffer keys_, heads_, panel_;
   std::vector<int32_t> picks_;
   GemmOperand operand_;
