@@ -23,8 +23,8 @@
 // (none for fp32 and fp64 with adjacent columns, and none where fewer rows than these are picked), in backward their
 // gradients once more in fp32, and a few megabytes.
 //
-// bf16 of more than 8 heads a key head goes through AMX where the CPU has it (tile_products.h): the same bounds, keys
-// are not widened, and an infinity in a key or value that is picked, or in q or dy, may come out as NaN.
+// bf16 of more than 8 heads a key head goes through AMX where the CPU has it (tile_products.h): the same bounds, and
+// keys are not widened.
 //
 // Statistics, fp32 (fp64), [B, Nk, S1, N / Nk]: max over slots of s (and the sink), sum of exp(s - max). A row without
 // slots has kLowestScore and 0. sinks [N] fp32 (fp64): one more score per head, without a value.

@@ -315,6 +315,37 @@ TEST(SparseAttention, KeysThatAreNoSlotDoNotLeak) {
   });
 }
 
+// Infinities and NaN among what is read come out where plain sums have them.
+TEST(SparseAttention, InfinitiesStayInfinities) {
+  std::vector<std::vector<int>> first;
+  ForEachSimdTarget([&](const std::string&) {
+    std::vector<std::vector<int>> classes;
+    for (const double bad : {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+      for (Buffer Call::*where : {&Call::k, &Call::v, &Call::q, &Call::dy}) {
+        Config c;
+        c.dtype = DType::kBF16;
+        c.heads = 18;
+        c.kv_heads = 2;
+        c.d = c.dv = 70;
+        c.queries = 10;
+        Call call(c, 11);
+        (call.*where).Set(c.heads * c.d + 3, bad);
+        call.Forward();
+        call.Backward();
+        for (const Buffer* x : {&call.out, &call.dq, &call.dk, &call.dv}) {
+          std::vector<int> kinds;
+          for (const double value : x->ToDoubles()) {
+            kinds.push_back(std::isnan(value) ? 2 : std::isinf(value) ? (value > 0 ? 1 : -1) : 0);
+          }
+          classes.push_back(kinds);
+        }
+      }
+    }
+    if (first.empty()) first = classes;
+    EXPECT_EQ(classes, first);
+  });
+}
+
 TEST(SparseAttention, FewQueriesDoNotDependOnThreads) {
   Config c;
   c.queries = 2;

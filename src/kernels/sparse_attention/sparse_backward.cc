@@ -46,6 +46,7 @@ class Backward {
     C* p = nullptr;
     C* ds = nullptr;
     C* across[3] = {};
+    bool finite[3] = {true, true, true};  // of `across`, looked at with tiles
   };
 
   // dk, dk_rope or dv: sums over units of panel * rows of `x`.
@@ -144,8 +145,9 @@ class Backward {
       for (int64_t p = 0; p < plan_.panels; ++p) {
         C* to = item->across[i] + p * (parts_[i].ld / width_) * AcrossPanel();
         if (plan_.tiles != nullptr) {
-          plan_.tiles->pack_across(plan_.Along(*parts_[i].x, unit), p * width_, plan_.LanesOf(p), plan_.AcrossBlock(),
-                                   to);
+          const bool finite = plan_.tiles->pack_across(plan_.Along(*parts_[i].x, unit), p * width_, plan_.LanesOf(p),
+                                                       plan_.AcrossBlock(), to);
+          item->finite[i] = item->finite[i] && finite;
           continue;
         }
         const GemmOperand across = plan_.Across(*parts_[i].x, unit);
@@ -273,7 +275,7 @@ class Backward {
           const C* panel = items[i].*part.panel + (p * plan_.Count(slots) + at) * plan_.stride;
           const C* across = items[i].across[task.part] + (p * part.ld + task.col) / width_ * AcrossPanel();
           if (plan_.tiles != nullptr) {
-            plan_.TileUpdate(p, {sums, part.ld, numbers, n, task.cols}, panel, across);
+            plan_.TileUpdate(p, {sums, part.ld, numbers, n, task.cols}, panel, across, items[i].finite[task.part]);
             continue;
           }
           plan_.products.updates({rows, n, task.cols, panel, plan_.LanesOf(p), across, AcrossPanel(), plan_.stride});

@@ -1,6 +1,7 @@
 #include "kernels/sparse_attention/sparse_blocks.h"
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cstring>
 #include <limits>
@@ -129,6 +130,8 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
   k_ = KeyRows(in.k, stored);
   if (!same_) v_ = KeyRows(in.v, stored);
   if (shape.dr > 0) k_rope_ = KeyRows(in.k_rope, stored);
+  if (tiles == nullptr) return;
+  for (const Source source : {kKey, kKeyRope, kValue}) FindNotFinite(source);
 }
 
 void SparsePlan::CheckIds(const char* op) const {
@@ -211,6 +214,7 @@ SparsePlan::Rows SparsePlan::AllocRows(ScratchFrame& frame) const {
   const auto bytes = static_cast<int64_t>(SizeOf(shape.compute));
   return {{pointers(), pointers(), pointers()},
           {},
+          {},
           0,
           frame.Alloc<char>(kSlotStep * cols * bytes),
           frame.Alloc<char>(kSlotStep * cols * bytes)};
@@ -246,6 +250,9 @@ void SparsePlan::PointTo(const SparseUnit& unit, const int32_t* rows, int64_t n,
     const char* base = x.Base(unit.batch, unit.kv_head);
     if (tiles != nullptr) {
       out->numbered[source] = {base, x.view().stride[1], rows, n, Columns(source)};
+      const std::vector<uint8_t>& flags = not_finite_[source];
+      const uint8_t* flag = flags.data() + (unit.batch * shape.kv_heads + unit.kv_head) * shape.keys;
+      out->finite[source] = flags.empty() || std::none_of(rows, rows + n, [&](int32_t row) { return flag[row] != 0; });
       continue;
     }
     const int64_t step = x.RowBytes();
@@ -266,13 +273,69 @@ void SparsePlan::TileScores(int64_t p, const PickedRows& rows, const void* heads
   for (int64_t i = 0; i < rows.n; ++i) std::fill_n(panel_out + i * stride + kTileHeads, kTileHeads, 0.0f);
 }
 
-void SparsePlan::TileSum(int64_t p, const PickedRows& rows, const void* factors, void* sums, bool accumulate) const {
-  tiles->sums({rows, static_cast<const float*>(factors), stride, LanesOf(p), static_cast<float*>(sums), Ld(rows.cols),
-               accumulate});
+namespace {
+
+float Widened(const void* x, int64_t i) {
+  return std::bit_cast<float>(uint32_t{static_cast<const uint16_t*>(x)[i]} << 16);
 }
 
-void SparsePlan::TileUpdate(int64_t p, const PickedRows& rows, const void* factors, const void* heads) const {
-  tiles->updates({rows, static_cast<const float*>(factors), stride, LanesOf(p), heads, AcrossBlock()});
+}  // namespace
+
+void SparsePlan::FindNotFinite(Source source) {
+  const int64_t columns = Columns(source);
+  if (columns == 0) return;
+  const KeyRows& x = Keys(source);
+  std::vector<uint8_t>& flags = not_finite_[source];
+  flags.resize(static_cast<size_t>(shape.batch * shape.kv_heads * shape.keys));
+  std::atomic<bool> any{false};
+  ParallelFor(static_cast<int64_t>(flags.size()), 256, [&](int64_t begin, int64_t end) {
+    bool found = false;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t head = i / shape.keys;
+      const char* row = x.Base(head / shape.kv_heads, head % shape.kv_heads) + i % shape.keys * x.RowBytes();
+      const bool bad = !tiles->finite(row, columns);
+      flags[static_cast<size_t>(i)] = bad ? 1 : 0;
+      found = found || bad;
+    }
+    if (found) any = true;
+  });
+  if (!any) flags.clear();
+}
+
+void SparsePlan::TileSum(int64_t p, const PickedRows& rows, bool finite, const void* factors, void* sums,
+                         bool accumulate) const {
+  const auto* panel_in = static_cast<const float*>(factors);
+  auto* out = static_cast<float*>(sums);
+  const int64_t ld = Ld(rows.cols);
+  if (finite) return tiles->sums({rows, panel_in, stride, LanesOf(p), out, ld, accumulate});
+  for (int64_t h = 0; h < LanesOf(p); ++h) {
+    for (int64_t c = 0; c < rows.cols; ++c) {
+      float sum = accumulate ? out[h * ld + c] : 0;
+      for (int64_t i = 0; i < rows.n; ++i) {
+        sum += panel_in[i * stride + h] * Widened(rows.base, rows.rows[i] * rows.stride + c);
+      }
+      out[h * ld + c] = sum;
+    }
+  }
+}
+
+void SparsePlan::TileUpdate(int64_t p, const PickedRows& rows, const void* factors, const void* heads,
+                            bool finite) const {
+  const auto* panel_in = static_cast<const float*>(factors);
+  const int64_t block_step = AcrossBlock();
+  if (finite) return tiles->updates({rows, panel_in, stride, LanesOf(p), heads, block_step});
+  auto* base = static_cast<float*>(const_cast<void*>(rows.base));
+  for (int64_t i = 0; i < rows.n; ++i) {
+    for (int64_t c = 0; c < rows.cols; ++c) {
+      float sum = 0;
+      for (int64_t h = 0; h < LanesOf(p); ++h) {
+        // Of a block, 16 columns of a head follow those of the one before, each twice.
+        const int64_t at = c / kTileHeads * block_step + (h * kTileHeads + c % kTileHeads) * 2;
+        sum += panel_in[i * stride + h] * Widened(heads, at);
+      }
+      base[rows.rows[i] * rows.stride + c] += sum;
+    }
+  }
 }
 
 GemmOperand SparsePlan::Along(const TensorView& x, const SparseUnit& unit) const {

@@ -98,6 +98,7 @@ class SparsePlan {
   struct Rows {
     const void** at[3];
     PickedRows numbered[3];
+    bool finite[3];  // of numbered rows
     int64_t n;
     char* raw;
     char* picked;
@@ -142,7 +143,7 @@ class SparsePlan {
     const int64_t ld = Ld(Columns(source));
     sums += p * width * ld;
     if (tiles != nullptr) {
-      TileSum(p, rows.numbered[source], factors, sums, accumulate);
+      TileSum(p, rows.numbered[source], rows.finite[source], factors, sums, accumulate);
     } else {
       products.sums({rows.at[source], rows.n, Columns(source), factors, LanesOf(p), sums, ld, accumulate, stride});
     }
@@ -150,7 +151,7 @@ class SparsePlan {
   int64_t Ld(int64_t columns) const { return RoundUp(columns, tiles != nullptr ? kTileSumColumns : width); }
   int64_t SumElements(int64_t columns) const { return RoundUp(shape.group, kTileHeads) * Ld(columns); }
   // Adds the factors [n, stride] of panel p times its heads, packed by pack_across, to numbered rows of fp32.
-  void TileUpdate(int64_t p, const PickedRows& rows, const void* factors, const void* heads) const;
+  void TileUpdate(int64_t p, const PickedRows& rows, const void* factors, const void* heads, bool finite) const;
   // Of 16 columns of these heads.
   int64_t AcrossBlock() const { return stride * kTileHeads * 2; }
   // Tiles that hold the heads of panel p.
@@ -166,7 +167,8 @@ class SparsePlan {
   };
   void CheckIds(const char* op) const;
   void TileScores(int64_t p, const PickedRows& rows, const void* heads, void* scores, bool accumulate) const;
-  void TileSum(int64_t p, const PickedRows& rows, const void* factors, void* sums, bool accumulate) const;
+  void TileSum(int64_t p, const PickedRows& rows, bool finite, const void* factors, void* sums, bool accumulate) const;
+  void FindNotFinite(Source source);
   // Of the compute type, for the packed heads of a tile.
   static int64_t TileElements(int64_t columns) { return TileProducts::HeadElements(columns) / 2; }
   int64_t ListRows(const SparseUnit& unit, int32_t* rows) const;
@@ -177,7 +179,8 @@ class SparsePlan {
   const KeyRows& Keys(Source source) const { return source == kKeyRope ? k_rope_ : source == kKey || same_ ? k_ : v_; }
   // Keys and values in the compute type; with tiles, or where fewer rows than these are picked, as they are.
   KeyRows k_, k_rope_, v_;
-  bool same_;  // value is key
+  std::vector<uint8_t> not_finite_[3];  // with tiles, [B, Nk, S2]; empty where all are
+  bool same_;                           // value is key
   bool pick_;
 };
 

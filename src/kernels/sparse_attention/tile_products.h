@@ -3,7 +3,7 @@
 //
 // Products of two bf16 are exact in fp32. A factor in fp32, a probability or its gradient, is the sum of three bf16
 // without a rest, so that its products are as exact; all sums are fp32. Zeros of these three make NaN of an infinity:
-// rows must be finite.
+// sums want rows, updates heads that are finite.
 #pragma once
 
 #include <cstdint>
@@ -61,8 +61,10 @@ struct TileProducts {
   // elements.
   void (*pack_heads)(const GemmOperand& x, void* out);
   // Heads [head, head + lanes) of x as that of updates: 16 columns of them, and a column more than an odd number of
-  // these, `block` 16-bit elements apart.
-  void (*pack_across)(const GemmOperand& x, int64_t head, int64_t lanes, int64_t block, void* out);
+  // these, `block` 16-bit elements apart. Each element twice. Whether all are finite.
+  bool (*pack_across)(const GemmOperand& x, int64_t head, int64_t lanes, int64_t block, void* out);
+  // Whether n adjacent bf16 are.
+  bool (*finite)(const void* x, int64_t n);
   // The thread's tile registers: the products that follow, up to close(), need them open.
   void (*open)();
   void (*close)();

@@ -31,9 +31,23 @@ void PackHeads(const GemmOperand& x, void* out) {
   }
 }
 
+// The lanes of 16 bits that are an infinity or NaN.
+__mmask32 NotFinite(__m512i x) {
+  const __m512i exponent = _mm512_set1_epi16(0x7F80);
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(x, exponent), exponent);
+}
+
+bool Finite(const void* x, int64_t n) {
+  const auto* p = static_cast<const uint16_t*>(x);
+  __mmask32 bad = 0;
+  for (int64_t i = 0; i < n; i += 32) bad |= NotFinite(_mm512_maskz_loadu_epi16(FirstLanes(n - i), p + i));
+  return bad == 0;
+}
+
 // Each column of a head twice: the two terms of a factor meet the same.
-void PackAcross(const GemmOperand& x, int64_t head, int64_t lanes, int64_t block, void* out) {
+bool PackAcross(const GemmOperand& x, int64_t head, int64_t lanes, int64_t block, void* out) {
   const uint16_t* src = static_cast<const uint16_t*>(x.data) + head * x.row_stride;
+  __mmask32 bad = 0;
   for (int64_t h = 0; h < RoundUp(lanes, kTileHeads); ++h, src += x.row_stride) {
     uint32_t* to = static_cast<uint32_t*>(out) + h * 16;
     for (int64_t c = 0; c < RoundUp(x.k, 2 * kTileHeads); c += 16, to += block / 2) {
@@ -46,9 +60,12 @@ void PackAcross(const GemmOperand& x, int64_t head, int64_t lanes, int64_t block
         for (int64_t i = 0; i < std::min<int64_t>(16, x.k - c); ++i) buffer[i] = src[(c + i) * x.k_stride];
         row = _mm256_load_si256(reinterpret_cast<const __m256i*>(buffer));
       }
-      _mm512_storeu_si512(to, PairsOf(row, row));
+      const __m512i pairs = PairsOf(row, row);
+      bad |= NotFinite(pairs);
+      _mm512_storeu_si512(to, pairs);
     }
   }
+  return bad == 0;
 }
 
 // c[i] (+)= tile i of a * b over `steps`, for kRows tiles of 16 rows, kDotRows rows a step.
@@ -200,7 +217,8 @@ class RowPacker {
         const uint16_t* a = Row(rows_, row_ + 2 * pair_) + col_;
         const uint16_t* b = Row(rows_, row_ + 2 * pair_ + 1) + col_;
         Interleave(_mm512_maskz_loadu_epi16(first_, a), _mm512_maskz_loadu_epi16(first_, b), to);
-        Interleave(_mm512_maskz_loadu_epi16(second_, a + 32), _mm512_maskz_loadu_epi16(second_, b + 32), to + 2 * kTile);
+        Interleave(_mm512_maskz_loadu_epi16(second_, a + 32), _mm512_maskz_loadu_epi16(second_, b + 32),
+                   to + 2 * kTile);
       } else {
         const __m512i none = _mm512_setzero_si512();
         const uint16_t* a = Row(rows_, row_ + std::min(2 * pair_, n_ - 1)) + col_;
@@ -431,8 +449,8 @@ void Updates(const TileUpdates& x) {
 }  // namespace
 
 const TileProducts* TileProductsAmx() {
-  static const TileProducts products = {&PackHeads, &PackAcross, &OpenRegisters, &CloseRegisters,
-                                        &Dots,      &Sums,       &Updates};
+  static const TileProducts products = {&PackHeads,      &PackAcross, &Finite, &OpenRegisters,
+                                        &CloseRegisters, &Dots,       &Sums,   &Updates};
   return &products;
 }
 
