@@ -212,11 +212,7 @@ SparsePlan::Rows SparsePlan::AllocRows(ScratchFrame& frame) const {
   const auto pointers = [&] { return frame.Alloc<const void*>(kSlotStep); };
   const int64_t cols = pick_ ? shape.d + shape.dr + shape.dv : 0;
   const auto bytes = static_cast<int64_t>(SizeOf(shape.compute));
-  return {{pointers(), pointers(), pointers()},
-          {},
-          {},
-          0,
-          frame.Alloc<char>(kSlotStep * cols * bytes),
+  return {{pointers(), pointers(), pointers()},       {}, {}, 0, frame.Alloc<char>(kSlotStep * cols * bytes),
           frame.Alloc<char>(kSlotStep * cols * bytes)};
 }
 
