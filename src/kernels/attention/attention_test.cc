@@ -242,6 +242,9 @@ TEST(Attention, RulesMasksBiasAndSink) {
       c = base;
       c.high = -10;
       Call(c, seed++).Check("rows without keys");
+      c = base;
+      c.scale = -0.3;
+      Call(c, seed++).Check("negative scale");
       for (const double hidden : {0.3, 0.97, 1.1}) {
         for (const int64_t mask_rows : {0, 1}) {
           c = base;
