@@ -304,7 +304,13 @@ void DotRowsAs(const void* dy, int64_t dy_stride, const void* out, int64_t out_s
   const hn::ScalableTag<C> d;
   const T* x = static_cast<const T*>(dy);
   const T* y = static_cast<const T*>(out);
+  constexpr int64_t kRowsAhead = 8;  // as of rows that are packed
+  constexpr auto kLine = static_cast<int64_t>(64 / sizeof(T));
   for (int64_t r = 0; r < rows; ++r, x += dy_stride, y += out_stride) {
+    for (int64_t c = 0; c < cols && r + kRowsAhead < rows; c += kLine) {
+      __builtin_prefetch(x + kRowsAhead * dy_stride + c, 0, 2);
+      __builtin_prefetch(y + kRowsAhead * out_stride + c, 0, 2);
+    }
     auto sum = hn::Zero(d);
     ForEachVector(d, static_cast<size_t>(cols),
                   [&](const auto& load, const auto&) HWY_ATTR { sum = hn::MulAdd(load(x), load(y), sum); });

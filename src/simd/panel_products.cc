@@ -8,7 +8,6 @@
 #define HWY_TARGET_INCLUDE "simd/panel_products.cc"
 #include "hwy/foreach_target.h"  // IWYU pragma: keep
 
-#include "hwy/cache_control.h"
 #include "simd/float_io-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -27,7 +26,9 @@ constexpr int kTileRows = 12;
 #define JUMAR_PANEL_ROWS(X) X(0) X(1) X(2) X(3) X(4) X(5)
 constexpr int kTileRows = 6;
 #endif
-constexpr int64_t kRowsAhead = 16;  // that are fetched while rows are packed: they may lie far apart
+// That are fetched while rows are packed: each may lie on a page of its own. To the second cache: rows of one head lie
+// in few sets of the first.
+constexpr int64_t kRowsAhead = 32;
 
 constexpr int64_t kLine = 64;
 
@@ -130,7 +131,7 @@ void PackWhole(const PanelRows& p) {
   for (int64_t r = 0; r < p.rows; ++r, from += p.row_stride, out += width) {
     if (r + kRowsAhead < p.rows) {
       for (int64_t c = 0; c < p.cols; c += kLine / static_cast<int64_t>(sizeof(S)))
-        hwy::Prefetch(from + kRowsAhead * p.row_stride + c);
+        __builtin_prefetch(from + kRowsAhead * p.row_stride + c, 0, 2);
     }
     T* to = out;
     int64_t c = 0;
