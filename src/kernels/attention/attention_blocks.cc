@@ -296,29 +296,30 @@ namespace {
 constexpr int64_t kLine = 64;
 constexpr int64_t kStreamBytes = 2 << 20;  // results of this size have left the nearest caches before they are read
 
-// Whether rows of `out` go past the caches. A row lies far from the next one of its head: without it the store of each
-// waits until its lines have come from memory, all of which it overwrites.
-bool Streams(const TensorView& out) {
+// Whether columns [col, col + cols) of rows of `out` go past the caches. A row lies far from the next one of its head:
+// without it the store of each waits until its lines have come from memory, all of which it overwrites.
+bool Streams(const TensorView& out, int64_t col, int64_t cols) {
   const auto size = static_cast<int64_t>(SizeOf(out.dtype));
   if (out.numel() * size < kStreamBytes || out.stride[3] != 1) return false;
-  if (reinterpret_cast<uintptr_t>(out.data) % kLine != 0 || out.size[3] * size % kLine != 0) return false;
+  if (reinterpret_cast<uintptr_t>(out.data) % kLine != 0) return false;
+  if (col * size % kLine != 0 || cols * size % kLine != 0) return false;
   return std::all_of(out.stride, out.stride + 3, [&](int64_t stride) { return stride * size % kLine == 0; });
 }
 
 }  // namespace
 
-void AttentionPlan::Store(const void* sums, int64_t ld, int64_t rows, const TensorView& out, int64_t batch,
-                          int64_t head, int64_t row) const {
+void AttentionPlan::StoreColumns(const void* sums, int64_t ld, int64_t rows, const TensorView& out, int64_t batch,
+                                 int64_t head, int64_t row, int64_t col, int64_t cols) const {
   GemmStore store{};
   store.acc = sums;
   store.ld_acc = ld;
   store.m = rows;
-  store.n = out.size[3];
-  store.out = Element(out, batch, head, row);
+  store.n = cols;
+  store.out = At(Element(out, batch, head, row), col * out.stride[3], SizeOf(out.dtype));
   store.dtype = out.dtype;
   store.row_stride = out.stride[2];
   store.col_stride = out.stride[3];
-  store.stream = Streams(out);
+  store.stream = Streams(out, col, cols);
   gemm.store(store);
 }
 

@@ -161,7 +161,12 @@ class AttentionPlan {
 
   // Rows [row, row + rows) of a head of `out` from sums in rows of `ld`.
   void Store(const void* sums, int64_t ld, int64_t rows, const TensorView& out, int64_t batch, int64_t head,
-             int64_t row) const;
+             int64_t row) const {
+    StoreColumns(sums, ld, rows, out, batch, head, row, 0, out.size[3]);
+  }
+  // Columns [col, col + cols) of them.
+  void StoreColumns(const void* sums, int64_t ld, int64_t rows, const TensorView& out, int64_t batch, int64_t head,
+                    int64_t row, int64_t col, int64_t cols) const;
 
   size_t ComputeBytes() const { return SizeOf(shape.compute); }
   bool drops() const { return in.dropout.keep_prob < 1; }

@@ -144,13 +144,11 @@ void AttentionPlan::StoreSums(const void* sums, int64_t columns, int64_t col, in
   const int64_t ld = Padded(cols);
   // Turned panel by panel of columns, each of which has rows of `width`.
   float* turned = frame.Alloc<float>(width * ld);
-  TensorView part = out;
   for (int64_t c = 0; c < cols; c += width) {
-    part.size[3] = std::min(width, cols - c);
-    const GemmOperand operand{At(sums, (col + c) * width, 4), DType::kF32, part.size[3], rows, width, 1};
-    gemm.pack_b({&operand, 0, part.size[3], 0, rows, width * ld, turned});
-    part.data = At(out.data, c * out.stride[3], SizeOf(out.dtype));
-    Store(turned, width, rows, part, batch, head, row);
+    const int64_t n = std::min(width, cols - c);
+    const GemmOperand operand{At(sums, (col + c) * width, 4), DType::kF32, n, rows, width, 1};
+    gemm.pack_b({&operand, 0, n, 0, rows, width * ld, turned});
+    StoreColumns(turned, width, rows, out, batch, head, row, c, n);
   }
 }
 
