@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "kernels/gemm/amx_tiles.h"
+#include "kernels/gemm/bf16_terms_x86.h"
 
 namespace jumar {
 namespace {
@@ -11,31 +12,24 @@ namespace {
 constexpr int64_t kRowBytes = 64;        // of a tile of a left operand
 constexpr int64_t kRightRowBytes = 128;  // two tiles of a right operand lie side by side
 constexpr int64_t kHalf = kSplitBlock / 2;
-
-// The leading 8 bits of x stay in the upper half of each lane of `head`; x keeps the rest.
-inline __m512i TakeHead(__m512& x) {
-  const __m512i head = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(static_cast<int>(0xFFFF0000)));
-  x = _mm512_sub_ps(x, _mm512_castsi512_ps(head));
-  return head;
-}
+static_assert(kSplitTerms == kBF16Terms);
 
 // Two rows of 32 queries: x[0], x[1] and x[2], x[3].
 template <bool kLeft, bool kRight>
-void SplitRows(__m512 x[4], uint16_t* left, uint16_t* right) {
+void SplitRows(const __m512 x[4], uint16_t* left, uint16_t* right) {
   alignas(64) static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
                                                       33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
   const __m512i upper = _mm512_load_si512(kUpper);
-  for (int64_t term = 0; term < kSplitTerms; ++term) {
-    __m512i head[4];
-    for (int i = 0; i < 4; ++i) head[i] = TakeHead(x[i]);
+  const BF16Terms terms[4] = {BF16Terms(x[0]), BF16Terms(x[1]), BF16Terms(x[2]), BF16Terms(x[3])};
+  for (int64_t i = 0; i < kSplitTerms; ++i) {
     if constexpr (kLeft) {
-      _mm512_store_si512(left, _mm512_permutex2var_epi16(head[0], upper, head[1]));
-      _mm512_store_si512(left + kSplitStep, _mm512_permutex2var_epi16(head[2], upper, head[3]));
+      _mm512_store_si512(left, _mm512_permutex2var_epi16(terms[0].t[i], upper, terms[1].t[i]));
+      _mm512_store_si512(left + kSplitStep, _mm512_permutex2var_epi16(terms[2].t[i], upper, terms[3].t[i]));
       left += kSplitBlock;
     }
     if constexpr (kRight) {
-      _mm512_store_si512(right, _mm512_or_si512(_mm512_srli_epi32(head[0], 16), head[2]));
-      _mm512_store_si512(right + kSplitStep, _mm512_or_si512(_mm512_srli_epi32(head[1], 16), head[3]));
+      _mm512_store_si512(right, PairOfTerms(terms[0].t[i], terms[2].t[i]));
+      _mm512_store_si512(right + kSplitStep, PairOfTerms(terms[1].t[i], terms[3].t[i]));
       right += kSplitBlock;
     }
   }

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels/gemm/amx_tiles.h"
+#include "kernels/gemm/bf16_terms_x86.h"
 #include "kernels/gemm/pack_bf16_x86.h"
 
 namespace jumar {
@@ -17,7 +18,6 @@ constexpr int64_t kDotRows = 64;   // rows whose copy stays in the first cache
 constexpr int64_t kDotSteps = 4;   // and steps of their columns
 constexpr int64_t kSumRows = 64;
 constexpr int64_t kSumCols = kTileSumColumns;  // four tiles of sums
-constexpr int64_t kTerms = 3;                  // bf16 of an fp32
 
 const uint16_t* Row(const PickedRows& x, int64_t i) {
   return static_cast<const uint16_t*>(x.base) + x.rows[i] * x.stride;
@@ -146,24 +146,6 @@ void Dots(const TileDots& x) {
   }
 }
 
-// The three bf16 whose sum x is, each in the upper half of a lane: the next 8 bits of it.
-struct Terms {
-  explicit Terms(__m512 x) {
-    const __m512i upper = Upper();
-    t[0] = _mm512_and_si512(_mm512_castps_si512(x), upper);
-    const __m512 rest = _mm512_sub_ps(x, _mm512_castsi512_ps(t[0]));
-    t[1] = _mm512_and_si512(_mm512_castps_si512(rest), upper);
-    t[2] = _mm512_castps_si512(_mm512_sub_ps(rest, _mm512_castsi512_ps(t[1])));
-  }
-  static __m512i Upper() { return _mm512_set1_epi32(static_cast<int>(0xFFFF0000u)); }
-  __m512i t[kTerms];
-};
-
-// The upper half of `low` below that of `high`.
-__m512i Pair(__m512i low, __m512i high) {
-  return _mm512_ternarylogic_epi32(_mm512_srli_epi32(low, 16), high, Terms::Upper(), 0xF8);
-}
-
 // 16 x 16 values of 32 bits: column j of `from` becomes row j of `to`.
 void Transpose16x16(const __m512i* from, uint32_t* to) {
   __m512i r[16];
@@ -182,16 +164,16 @@ void Transpose16x16(const __m512i* from, uint32_t* to) {
   }
 }
 
-// 32 rows of a panel, of which `n` are there, as kTerms left operands: heads by rows.
+// 32 rows of a panel, of which `n` are there, as kBF16Terms left operands: heads by rows.
 void PackFactors(const float* panel, int64_t ld, int64_t n, __mmask16 lanes, uint16_t* out) {
-  alignas(64) __m512i pairs[kTerms][16];
+  alignas(64) __m512i pairs[kBF16Terms][16];
   for (int64_t i = 0; i < 16; ++i) {
     const float* p = panel + 2 * i * ld;
-    const Terms even(_mm512_maskz_loadu_ps(2 * i < n ? lanes : 0, p));
-    const Terms odd(_mm512_maskz_loadu_ps(2 * i + 1 < n ? lanes : 0, p + ld));
-    for (int64_t t = 0; t < kTerms; ++t) pairs[t][i] = Pair(even.t[t], odd.t[t]);
+    const BF16Terms even(_mm512_maskz_loadu_ps(2 * i < n ? lanes : 0, p));
+    const BF16Terms odd(_mm512_maskz_loadu_ps(2 * i + 1 < n ? lanes : 0, p + ld));
+    for (int64_t t = 0; t < kBF16Terms; ++t) pairs[t][i] = PairOfTerms(even.t[t], odd.t[t]);
   }
-  for (int64_t t = 0; t < kTerms; ++t) Transpose16x16(pairs[t], reinterpret_cast<uint32_t*>(out + t * kTile));
+  for (int64_t t = 0; t < kBF16Terms; ++t) Transpose16x16(pairs[t], reinterpret_cast<uint32_t*>(out + t * kTile));
 }
 
 // kSumCols columns of kSumRows rows as right operands, steps of kSumCols / 16 tiles: some pairs of rows at a time,
@@ -250,7 +232,7 @@ class RowPacker {
 template <typename Between>
 inline void SumTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float* c, int64_t stride, bool accumulate,
                      const Between& between) {
-  static_assert(kTerms == 3 && kSumCols == 64);
+  static_assert(kBF16Terms == 3 && kSumCols == 64);
   if (accumulate) {
     _tile_loadd(0, c, stride);
     _tile_loadd(1, c + 16, stride);
@@ -262,7 +244,7 @@ inline void SumTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float*
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t s = 0; s < steps; ++s, a += kTerms * kTile, b += 4 * kTile) {
+  for (int64_t s = 0; s < steps; ++s, a += kBF16Terms * kTile, b += 4 * kTile) {
     _tile_loadd(4, a, kRowBytes);
     _tile_loadd(5, a + kTile, kRowBytes);
     _tile_loadd(6, a + 2 * kTile, kRowBytes);
@@ -295,7 +277,7 @@ inline void SumTiles(int64_t steps, const uint16_t* a, const uint16_t* b, float*
 
 void Sums(const TileSums& x) {
   constexpr int64_t kSteps = kSumRows / kStep;
-  alignas(64) uint16_t factors[2][kSteps * kTerms * kTile];
+  alignas(64) uint16_t factors[2][kSteps * kBF16Terms * kTile];
   alignas(64) uint16_t packed[2][kSteps * kSumCols * kStep];
   RowPacker packer(x.rows);
   packer.Start(0, std::min(kSumRows, x.rows.n), 0, packed[0]);
@@ -308,7 +290,7 @@ void Sums(const TileSums& x) {
       const auto lanes = static_cast<__mmask16>(FirstLanes(std::min(kTileHeads, x.lanes - h)));
       for (int64_t s = 0; s < steps; ++s) {
         PackFactors(x.panel + (i + s * kStep) * x.ld + h, x.ld, n - s * kStep, lanes,
-                    factors[h / kTileHeads] + s * kTerms * kTile);
+                    factors[h / kTileHeads] + s * kBF16Terms * kTile);
       }
     }
     for (int64_t c = 0; c < x.rows.cols; c += kSumCols, now = 1 - now) {
@@ -380,8 +362,8 @@ void PackUpdates(const TileUpdates& x, int64_t i, int64_t n, uint16_t* out) {
   for (int64_t h = 0; h < x.lanes; h += kTileHeads, out += 2 * kTile) {
     const auto lanes = static_cast<__mmask16>(FirstLanes(std::min(kTileHeads, x.lanes - h)));
     for (int64_t r = 0; r < n; ++r) {
-      const Terms terms(_mm512_maskz_loadu_ps(lanes, x.panel + (i + r) * x.ld + h));
-      _mm512_store_si512(out + r * 32, Pair(terms.t[0], terms.t[1]));
+      const BF16Terms terms(_mm512_maskz_loadu_ps(lanes, x.panel + (i + r) * x.ld + h));
+      _mm512_store_si512(out + r * 32, PairOfTerms(terms.t[0], terms.t[1]));
       _mm512_store_si512(out + kTile + r * 32, _mm512_srli_epi32(terms.t[2], 16));
     }
   }
