@@ -103,7 +103,7 @@ def test_a_step(tmp_path, capsys, monkeypatch):
     assert eager["name"] == "eager" and jumar["name"] == "jumar"
     assert len(jumar["seconds"]) == len(eager["seconds"]) == 2 and len(eager["losses"]) == 3
     assert jumar["losses"][0] == pytest.approx(eager["losses"][0], rel=1e-5)
-    assert jumar["tokens"] == 64 and jumar["peak"] > jumar["state"] > 0
+    assert round(jumar["tokens"], 6) == 64 and jumar["peak"] > jumar["state"] > 0
     names = {row["operator"] for row in jumar["operators"]}
     assert {"jumar::npu_rms_norm", "jumar::npu_linear"} <= names
     assert not (tmp_path / "out").exists(), "nothing is written where the job would"

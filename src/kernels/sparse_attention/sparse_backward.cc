@@ -185,13 +185,15 @@ class Backward {
   void Delta(const SparseUnit& unit, const State& s) {
     ScratchFrame frame;
     TensorView rows[2];
+    // Both of one dtype: as they are where the columns of both are adjacent.
+    const bool adjacent = shape_.dv <= 1 || (dy_.stride[3] == 1 && out_.stride[3] == 1);
     for (int i = 0; i < 2; ++i) {
       const TensorView& x = i == 0 ? dy_ : out_;
       const GemmOperand heads = plan_.Along(x, unit);
       rows[i] = Contiguous(const_cast<void*>(heads.data), x.dtype, {heads.rows, heads.k});
       rows[i].stride[0] = heads.row_stride;
       rows[i].stride[1] = heads.k_stride;
-      if (heads.k_stride == 1 || heads.k == 1) continue;
+      if (adjacent) continue;
       const TensorView near = Contiguous(frame.Alloc<C>(heads.rows * heads.k), shape_.compute, {heads.rows, heads.k});
       ConvertAll(rows[i], near);
       rows[i] = near;
