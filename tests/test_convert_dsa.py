@@ -155,6 +155,18 @@ def test_compiled_model_runs_the_operators():
     assert_close(actual[1], expected[1], 1e-6)
 
 
+def check_one_graph(model, run, expected, tolerance):
+    """Compiled, a forward and a backward graph without a matrix of tokens compute what `run` gave before."""
+    graphs = Graphs()
+    torch._dynamo.reset()
+    actual, calls = counted(lambda: run(torch.compile(model, backend=graphs.backend, fullgraph=True)))
+    torch._dynamo.reset()
+    assert calls["npu_sparse_flash_attention"] == calls["npu_sparse_flash_attention_grad"] == 3
+    assert graphs.number == 2 and not graphs.matrices(29)
+    for got, want in zip(actual, expected, strict=True):
+        assert_close(got, want, tolerance)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_compiled_model_is_one_graph_without_a_matrix(packed):
     """All converters; the indexer's choice is of the operator, and no query has a place for every key."""
@@ -172,14 +184,7 @@ def test_a_compiled_model_is_one_graph_without_a_matrix(packed):
         logits.square().mean().backward()
         return [logits.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)]
 
-    expected, graphs = run(model), Graphs()
-    torch._dynamo.reset()
-    actual, calls = counted(lambda: run(torch.compile(model, backend=graphs.backend, fullgraph=True)))
-    torch._dynamo.reset()
-    assert calls["npu_sparse_flash_attention"] == calls["npu_sparse_flash_attention_grad"] == 3
-    assert graphs.number == 2 and not graphs.matrices(29)
-    for got, want in zip(actual, expected, strict=True):
-        assert_close(got, want, 1e-6)
+    check_one_graph(model, run, run(model), 1e-6)
 
 
 PADDING = {
@@ -202,15 +207,9 @@ def test_padding_does_not_end_a_compiled_graph(what):
         logits.square().mean().backward()
         return [logits.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)]
 
-    expected, graphs = run(model), Graphs()
+    expected = run(model)
     jumar.convert(model, "npu_dsa")
-    torch._dynamo.reset()
-    actual, calls = counted(lambda: run(torch.compile(model, backend=graphs.backend, fullgraph=True)))
-    torch._dynamo.reset()
-    assert calls["npu_sparse_flash_attention"] == calls["npu_sparse_flash_attention_grad"] == 3
-    assert graphs.number == 2 and not graphs.matrices(29)
-    for got, want in zip(actual, expected, strict=True):
-        assert_close(got, want, 1e-5)
+    check_one_graph(model, run, expected, 1e-5)
 
 
 def test_revert_and_undo_name_the_attention_that_was_there():

@@ -1,26 +1,13 @@
 #include "kernels/limits/limits_kernels.h"
 
 #if defined(__AMX_BF16__)
-#include <immintrin.h>
+#include "kernels/gemm/amx_tiles.h"
 
 namespace jumar {
 namespace {
 
-struct alignas(64) TileConfig {
-  uint8_t palette = 1;
-  uint8_t start_row = 0;
-  uint8_t reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
 float Run(int64_t rounds) {
-  TileConfig config;
-  for (int t = 0; t < 8; ++t) {
-    config.row_bytes[t] = 64;
-    config.rows[t] = 16;
-  }
-  _tile_loadconfig(&config);
+  const Tiles tiles;
   alignas(64) float out[16 * 16];
   _tile_zero(0);
   _tile_zero(1);
@@ -37,7 +24,6 @@ float Run(int64_t rounds) {
     _tile_dpbf16ps(3, 5, 7);
   }
   _tile_stored(0, out, 64);
-  _tile_release();
   return out[0];
 }
 
