@@ -94,7 +94,7 @@ void Product(const char* op, const TensorView& a, const TensorView& b, const Ten
     std::swap(store.row_stride, store.col_stride);
     store.bias_per_row = true;
   }
-  GemmRun(kernel, left, right, store);
+  GemmRun(kernel, left, right, store, c.size[1]);
 }
 
 }  // namespace

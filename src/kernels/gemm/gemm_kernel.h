@@ -9,6 +9,7 @@
 // rows takes as long as one of five.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "jumar/tensor.h"
@@ -102,6 +103,8 @@ struct GemmStore {
   bool stream = false;  // adjacent columns that begin on a vector go past the caches
 };
 
+inline constexpr int64_t kFewColumns = 16;
+
 struct GemmKernel {
   int mr;            // rows of an A panel
   int nr;            // columns of a B panel
@@ -115,8 +118,18 @@ struct GemmKernel {
   void (*multiply_near)(const GemmBlock&);  // the same for blocks that lie in the first two caches
   void (*store)(const GemmStore&);
 
-  // The K block of a product: equal ones of at most `kc`. It depends on k alone, and with it the order of every sum.
-  int64_t KBlock(int64_t k) const { return RoundUp(CeilDiv(k, CeilDiv(k, kc)), k_step); }
+  // The K block of a product of n columns: equal ones of at most `kc`. It depends on k and n alone, and with it the
+  // order of every sum. The error of a sum grows with the roots of the length of a block and of their number. Few
+  // columns, those of adapters, are summed by others across vectors, in some sixteen short sums: here both are near the
+  // root of k.
+  int64_t KBlock(int64_t k, int64_t n) const {
+    int64_t longest = kc;
+    if (n <= kFewColumns) {
+      longest = std::min<int64_t>(kc, 16);
+      while (2 * longest <= kc && longest * longest < k) longest *= 2;
+    }
+    return RoundUp(CeilDiv(k, CeilDiv(k, longest)), k_step);
+  }
 
   // Packed elements from one panel to the next; the slack takes whole-vector stores at the end of a panel.
   int64_t PanelStride(int width, int64_t kc_used) const { return RoundUp(RoundUp(kc_used, k_step) * width, 64) + 64; }
@@ -130,7 +143,9 @@ const GemmKernel* GemmKernelAvx512Bf16(const GemmKernel& base);
 const GemmKernel* GemmKernelAmx(const GemmKernel& base);
 
 // out[i, j] of a product of operands, driven in parallel; see Gemm for the numbers. `store.acc`, `ld_acc` are ignored.
-// store.m = a.rows, store.n = b.rows; bias in the accumulation type.
-void GemmRun(const GemmKernel& kernel, const GemmOperand& a, const GemmOperand& b, const GemmStore& store);
+// store.m = a.rows, store.n = b.rows; bias in the accumulation type. `columns`: of the product whose transpose this is,
+// for KBlock; 0: store.n.
+void GemmRun(const GemmKernel& kernel, const GemmOperand& a, const GemmOperand& b, const GemmStore& store,
+             int64_t columns = 0);
 
 }  // namespace jumar

@@ -40,9 +40,9 @@ void Parallel(int64_t chunks, bool serial, const F& body) {
 
 class Product {
  public:
-  Product(const GemmKernel& kernel, const GemmOperand& a, const GemmOperand& b, const GemmStore& store)
+  Product(const GemmKernel& kernel, const GemmOperand& a, const GemmOperand& b, const GemmStore& store, int64_t columns)
       : kernel_(kernel), a_(a), b_(b), store_(store) {
-    kc_ = kernel.KBlock(a.k);
+    kc_ = kernel.KBlock(a.k, columns);
     k_blocks_ = CeilDiv(a.k, kc_);
     depth_blocks_ = std::min(k_blocks_, std::max<int64_t>(1, kMaxDepth / kc_));
     const int64_t side = std::max<int64_t>(1024, kMaxOperandBytes / (depth_blocks_ * kc_ * kernel.packed_bytes));
@@ -241,11 +241,12 @@ void StoreZeros(const GemmKernel& kernel, const GemmStore& store) {
 
 }  // namespace
 
-void GemmRun(const GemmKernel& kernel, const GemmOperand& a, const GemmOperand& b, const GemmStore& store) {
+void GemmRun(const GemmKernel& kernel, const GemmOperand& a, const GemmOperand& b, const GemmStore& store,
+             int64_t columns) {
   if (store.m == 0 || store.n == 0) return;
   if (a.k == 0 && store.add) return;
   if (a.k == 0) return StoreZeros(kernel, store);
-  Product(kernel, a, b, store).Run();
+  Product(kernel, a, b, store, columns == 0 ? store.n : columns).Run();
 }
 
 }  // namespace jumar

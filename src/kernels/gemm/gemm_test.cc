@@ -320,6 +320,26 @@ TEST(Gemm, SpecialValuesPropagate) {
 }
 
 // Long K: blocks are packed in several runs and the sums go on.
+// 2^24 + 1 is 2^24 in fp32: what follows the large term in its block of K is lost, what lies in others is not.
+TEST(Gemm, FewColumnsAreSummedInShortBlocks) {
+  ForEachSimdTarget([&](const std::string& target) {
+    for (const int64_t m : {int64_t{1}, int64_t{5}, int64_t{90}}) {
+      for (const int64_t n : {int64_t{1}, int64_t{8}, kFewColumns}) {
+        constexpr int64_t kDepth = 64;
+        Buffer a = Matrix(DType::kF32, m, kDepth, false, 0);
+        Buffer b = Matrix(DType::kF32, kDepth, n, true, 0);
+        Buffer c = Matrix(DType::kF32, m, n, false, 0);
+        a.Fill([](int64_t i) { return i % kDepth == 0 ? 0x1p24 : 1.0; });
+        b.Fill([](int64_t) { return 1.0; });
+        Gemm("test", a.view(), b.view(), nullptr, c.view());
+        for (int64_t i = 0; i < c.numel(); ++i) {
+          ASSERT_EQ(c.Get(i), 0x1p24 + 48) << target << " " << m << " x " << n << " at " << i;
+        }
+      }
+    }
+  });
+}
+
 TEST(Gemm, LongK) {
   const int64_t k = SmallTests() ? 4501 : 9001;
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF64}) {

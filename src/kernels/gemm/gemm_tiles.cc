@@ -142,7 +142,7 @@ class Tiles {
     for (int t = 0; t < (p.separate ? 1 : p.term_count); ++t) {
       const int64_t all = p.terms[t].a.matrix.k;
       if (all == 0) continue;
-      const int64_t kc = kernel_.KBlock(all);
+      const int64_t kc = kernel_.KBlock(all, p.terms[t].b.matrix.rows);
       for (int64_t k = 0; k < all; k += kc) blocks.push_back({t, k, std::min(kc, all - k)});
     }
     return blocks;
