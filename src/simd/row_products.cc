@@ -129,11 +129,11 @@ HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t
 #undef JUMAR_X
 }
 
-// c[i][0 .. cols) += sum over k < count of a[i * a_step + k] * b[panel][k], row by row: rows may be the same one.
-// `next`: the rows of the call that follows.
+// c[i][0 .. cols) += sum over k < count of a[i * a_step + k] * b[panel][k * b_step], row by row: rows may be the same
+// one. `next`: the rows of the call that follows.
 template <int kRows, typename T>
-HWY_NOINLINE void Updates(const T* a, int64_t a_step, int64_t count, const T* b, int64_t b_panel, int64_t cols,
-                          T* const* c, T* const* next) {
+HWY_NOINLINE void Updates(const T* a, int64_t a_step, int64_t count, const T* b, int64_t b_panel, int64_t b_step,
+                          int64_t cols, T* const* c, T* const* next) {
   const hn::ScalableTag<T> d;
   const size_t lanes = hn::Lanes(d);
   const size_t width = 2 * lanes;
@@ -149,7 +149,7 @@ HWY_NOINLINE void Updates(const T* a, int64_t a_step, int64_t count, const T* b,
     JUMAR_PRODUCT_ROWS(JUMAR_X)
 #undef JUMAR_X
     const T* bk = b;
-    for (int64_t k = 0; k < count; ++k, bk += width) {
+    for (int64_t k = 0; k < count; ++k, bk += b_step) {
       const auto b0 = hn::LoadU(d, bk);
       const auto b1 = hn::LoadU(d, bk + lanes);
 #define JUMAR_X(i)                      \
@@ -193,7 +193,7 @@ auto SumsOf(int64_t rows) {
 
 template <typename T>
 auto UpdatesOf(int64_t rows) {
-  using Ptr = void (*)(const T*, int64_t, int64_t, const T*, int64_t, int64_t, T* const*, T* const*);
+  using Ptr = void (*)(const T*, int64_t, int64_t, const T*, int64_t, int64_t, int64_t, T* const*, T* const*);
 #define JUMAR_X(i) &Updates<i + 1, T>,
   static constexpr Ptr kTable[] = {JUMAR_PRODUCT_ROWS(JUMAR_X)};
 #undef JUMAR_X
@@ -279,7 +279,8 @@ void UpdateRows(const RowUpdates& x) {
   T* next[kRowsOfCall];
   ForEachCall(x.n, [&](int64_t i, int64_t count) HWY_ATTR {
     for (int64_t r = 0; r < count; ++r) next[r] = rows[std::min(i + count + r, x.n - 1)];
-    UpdatesOf<T>(count)(panel + i * ld, ld, x.lanes, static_cast<const T*>(x.b), x.b_panel, x.cols, rows + i, next);
+    UpdatesOf<T>(count)(panel + i * ld, ld, x.lanes, static_cast<const T*>(x.b), x.b_panel, x.b_step, x.cols, rows + i,
+                        next);
   });
 }
 

@@ -53,7 +53,8 @@ struct RowSums {
 };
 
 // rows[i][j] += sum over lane < lanes of panel[i, lane] * b[j / width][lane, j % width], for j < cols, a multiple of
-// width, i ascending: a row may come more than once. b: panels [lanes, width], b_panel elements apart.
+// width, i ascending: a row may come more than once. b: panels [lanes, width], b_panel elements apart, their rows b_step:
+// a matrix of lanes by columns has b_panel = width.
 struct RowUpdates {
   void* const* rows;
   int64_t n;
@@ -62,6 +63,7 @@ struct RowUpdates {
   int64_t lanes;
   const void* b;
   int64_t b_panel;
+  int64_t b_step;
   int64_t ld = 0;  // of the panel; 0: width
 };
 

@@ -158,7 +158,12 @@ void PackTyped(const GemmPack& p, int64_t width, int64_t step) {
       T* to = out + g * lanes;
 #if !HWY_HAVE_SCALABLE
       if (x.k_stride == 1) {
-        // Padding repeats the last row.
+        if (row >= readable) {
+          const auto zero = hn::Zero(hn::ScalableTag<T>());
+          for (int64_t k = 0; k < p.kc; ++k) hn::StoreU(zero, hn::ScalableTag<T>(), to + k * width);
+          continue;
+        }
+        // The rest of a vector repeats the last row.
         const S* rows[HWY_MAX_BYTES / sizeof(T)];
         for (int64_t r = 0; r < lanes; ++r) rows[r] = src + std::min(row + r, readable - 1) * x.row_stride;
         PackAlongK(rows, p.kc, width, to);

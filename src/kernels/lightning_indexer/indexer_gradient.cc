@@ -59,7 +59,7 @@ void QueryGradient<C>::Add(const void* const* keys, int64_t n, C* r, const C* di
   const TurnedTile tile = Tile(r, n);
   plan_.kernel.score_gradient(tile, weights_, di, dw_);
   plan_.products.sums({keys, n, plan_.d, r, plan_.heads, dq_, plan_.ld_d, true, tile.ld});
-  plan_.products.updates({dk, n, plan_.ld_d, r, plan_.heads, across_, across_panel_, tile.ld});
+  plan_.products.updates({dk, n, plan_.ld_d, r, plan_.heads, across_, across_panel_, plan_.gemm.nr, tile.ld});
 }
 
 template <typename C>

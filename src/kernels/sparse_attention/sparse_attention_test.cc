@@ -13,7 +13,8 @@ struct Config {
   DType dtype = DType::kF32;
   int64_t batch = 1, heads = 4, kv_heads = 1, queries = 6, keys = 9, d = 8, dr = 0, dv = 8;
   int64_t ids = 5, block = 1;
-  bool causal = true, sinks = false, shared = false, spread = false;
+  bool causal = true, sinks = false, shared = false;
+  int64_t spread = 0;
   DType index = DType::kI32;
 };
 
@@ -123,11 +124,11 @@ class Call {
   SparseAttentionInputs in;
 
  private:
-  // With `spread`, heads before tokens in memory and every second column.
+  // With `spread`, heads before tokens in memory and every so many columns.
   Buffer Tokens(int64_t rows, int64_t heads, int64_t cols) const {
     const std::vector<int64_t> sizes{c.batch, rows, heads, cols};
-    if (!c.spread) return Buffer(c.dtype, sizes);
-    return Buffer(c.dtype, sizes, {heads * rows * cols * 2, cols * 2, rows * cols * 2, 2});
+    if (c.spread == 0) return Buffer(c.dtype, sizes);
+    return Buffer(c.dtype, sizes, {heads * rows * cols * c.spread, cols * c.spread, rows * cols * c.spread, c.spread});
   }
 
   static void Near(const Buffer& actual, const std::vector<double>& exact, const std::vector<double>& size, double unit,
@@ -147,13 +148,21 @@ TEST(SparseAttention, MatchesTheOracleOnEveryTarget) {
       Config c;
       c.dtype = dtype;
       Call(c, seed += 20).Check("small");
-      c.spread = true;
+      c.spread = 2;
       c.batch = 2;
       c.index = DType::kI64;
       Call(c, seed += 20).Check("strides");
       c.heads = 20;
       c.kv_heads = 2;
       Call(c, seed += 20).Check("strides, ten heads");
+      c = Config();
+      c.dtype = dtype;
+      c.heads = 40;
+      c.d = c.dv = 64;
+      c.dr = 32;
+      Call(c, seed += 20).Check("columns of whole panels");
+      c.spread = 1;
+      Call(c, seed += 20).Check("columns of whole panels, heads before tokens");
       c = Config();
       c.dtype = dtype;
       c.sinks = true;

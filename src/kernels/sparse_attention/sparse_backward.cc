@@ -14,7 +14,7 @@
 namespace jumar {
 namespace {
 
-constexpr int64_t kWaveBytes = 8 << 20;
+constexpr int64_t kWaveBytes = 4 << 20;
 
 template <typename C>
 class Backward {
@@ -45,7 +45,7 @@ class Backward {
     SparsePlan::Slots slots;
     C* p = nullptr;
     C* ds = nullptr;
-    C* across[3] = {};
+    C* across[3] = {};                    // of parts that are not in place
     bool finite[3] = {true, true, true};  // of `across`, looked at with tiles
   };
 
@@ -57,6 +57,7 @@ class Backward {
     int64_t cols;
     int64_t ld;
     HeapBuffer sums;  // [batch, kv_heads, keys, ld]
+    bool in_place;    // heads of x are taken as they lie
   };
 
   // A unit between its first block and its last: heads as lanes, sums over keys [heads, ld].
@@ -80,14 +81,17 @@ class Backward {
     if (plan_.tiles != nullptr) return width_ / kTileHeads * plan_.AcrossBlock() / 2;
     return plan_.PanelElements(width_);
   }
-  int64_t AcrossElements(const Part& part) const { return plan_.panels * part.ld / width_ * AcrossPanel(); }
+  int64_t AcrossElements(const Part& part) const {
+    return part.in_place ? 0 : plan_.panels * part.ld / width_ * AcrossPanel();
+  }
   int64_t Rows() const { return shape_.batch * shape_.kv_heads * shape_.keys; }
 
   void AddPart(const TensorView& x, C* Item::*panel, const TensorView& out) {
     const int64_t cols = x.size[3];
     const int64_t ld = RoundUp(cols, width_);
     const int64_t count = Rows() * ld;
-    Part part{&x, panel, &out, cols, ld, HeapBuffer(count * Bytes())};
+    const bool in_place = plan_.tiles == nullptr && x.dtype == shape_.compute && x.stride[3] == 1 && cols % width_ == 0;
+    Part part{&x, panel, &out, cols, ld, HeapBuffer(count * Bytes()), in_place};
     C* sums = static_cast<C*>(part.sums.data());
     ParallelFor(count, 1 << 16, [&](int64_t begin, int64_t end) { std::fill(sums + begin, sums + end, C(0)); });
     parts_.push_back(std::move(part));
@@ -142,6 +146,7 @@ class Backward {
     const SparseUnit& unit = item->unit = plan_.Unit(index);
     plan_.ListSlots(unit, item->slots);
     for (size_t i = 0; i < parts_.size(); ++i) {
+      if (parts_[i].in_place) continue;
       for (int64_t p = 0; p < plan_.panels; ++p) {
         C* to = item->across[i] + p * (parts_[i].ld / width_) * AcrossPanel();
         if (plan_.tiles != nullptr) {
@@ -275,12 +280,20 @@ class Backward {
         for (int64_t r = 0; r < n && rows != nullptr; ++r) rows[r] = sums + numbers[r] * part.ld;
         for (int64_t p = 0; p < plan_.panels; ++p) {
           const C* panel = items[i].*part.panel + (p * plan_.Count(slots) + at) * plan_.stride;
+          if (part.in_place) {
+            const GemmOperand heads = plan_.Along(*part.x, items[i].unit);
+            const C* first_head = static_cast<const C*>(heads.data) + p * width_ * heads.row_stride;
+            plan_.products.updates({rows, n, task.cols, panel, plan_.LanesOf(p), first_head + task.col, width_,
+                                    heads.row_stride, plan_.stride});
+            continue;
+          }
           const C* across = items[i].across[task.part] + (p * part.ld + task.col) / width_ * AcrossPanel();
           if (plan_.tiles != nullptr) {
             plan_.TileUpdate(p, {sums, part.ld, numbers, n, task.cols}, panel, across, items[i].finite[task.part]);
             continue;
           }
-          plan_.products.updates({rows, n, task.cols, panel, plan_.LanesOf(p), across, AcrossPanel(), plan_.stride});
+          plan_.products.updates(
+              {rows, n, task.cols, panel, plan_.LanesOf(p), across, AcrossPanel(), width_, plan_.stride});
         }
       }
     });
