@@ -99,6 +99,10 @@ inline void PackPairs(const GemmPack& p, int64_t width, int64_t k_step) {
     for (int64_t g = (width - 1) / 16 * 16; g >= 0; g -= 16) {
       const int64_t row = q * width + g;
       uint32_t* to = out + q * panel + g;
+      if (row >= readable) {
+        for (int64_t pair = 0; pair < pairs; ++pair) _mm512_storeu_si512(to + pair * width, _mm512_setzero_si512());
+        continue;
+      }
       const uint16_t* rows[16];
       for (int64_t r = 0; r < 16; ++r) rows[r] = src + std::min(row + r, readable - 1) * x.row_stride;
       if (x.k_stride == 1) {

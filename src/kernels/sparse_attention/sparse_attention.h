@@ -24,7 +24,8 @@
 // gradients once more in fp32, and a few megabytes.
 //
 // bf16 of more than 8 heads a key head goes through AMX where the CPU has it (tile_products.h): the same bounds, and
-// keys are not widened.
+// keys are not widened. Where AVX512-BF16 is faster than fp32, and columns are adjacent and of even number, scores and the
+// products of values with dy read bf16 as it lies (pair_dots.h), also within these bounds for normal numbers.
 //
 // Statistics, fp32 (fp64), [B, Nk, S1, N / Nk]: max over slots of s (and the sink), sum of exp(s - max). A row without
 // slots has kLowestScore and 0. sinks [N] fp32 (fp64): one more score per head, without a value.

@@ -42,6 +42,12 @@ const TileProducts* TilesFor(const SparseShape& shape, int64_t width, int64_t fe
   return fit ? ChooseTileProducts() : nullptr;
 }
 
+const PairDots* PairsFor(const SparseShape& shape, int64_t width, bool other) {
+  const bool even = shape.d % 2 == 0 && shape.dr % 2 == 0 && shape.dv % 2 == 0;
+  const PairDots* pairs = shape.dtype == DType::kBF16 && even && !other ? ChoosePairDots() : nullptr;
+  return pairs != nullptr && pairs->gemm.nr == width ? pairs : nullptr;
+}
+
 }  // namespace
 
 SparseShape CheckSparseAttention(const char* op, const SparseAttentionInputs& in, const TensorView& out,
@@ -86,13 +92,14 @@ SparseShape CheckSparseAttention(const char* op, const SparseAttentionInputs& in
   return s;
 }
 
-SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, const SparseShape& checked)
+SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, const SparseShape& checked, SparsePass pass)
     : in(inputs),
       shape(checked),
       gemm(ChooseGemmKernel(checked.compute, checked.compute)),
       panel(ChoosePanelKernel(checked.compute == DType::kF64)),
       products(ChooseRowProducts(checked.compute == DType::kF64)),
       tiles(TilesFor(checked, panel.width, products.deep_heads)),
+      pairs(nullptr),
       width(panel.width),
       panels(CeilDiv(checked.group, panel.width)),
       half(2 * checked.group <= panel.width),
@@ -100,13 +107,18 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
       stride(half ? panel.width / 2 : panel.width),
       block(std::min(inputs.block_size, std::max<int64_t>(checked.keys, 1))),
       queries_(static_cast<size_t>(checked.batch * checked.queries)),
+      pass_(pass),
       same_(SameMemory(inputs.k, inputs.v)) {
   CheckIds(op);
+  const auto adjacent = [](const TensorView& x) { return x.rank == 0 || x.size[3] <= 1 || x.stride[3] == 1; };
+  const bool near = adjacent(in.k) && adjacent(in.v) && adjacent(in.k_rope);
+  const DType stored = tiles != nullptr ? shape.dtype : shape.compute;
+  pick_ = shape.dtype != stored && units() * MaxSlots() < shape.batch * shape.keys * shape.kv_heads && near;
+  if (near && !pick_) pairs = PairsFor(shape, width, deep || tiles != nullptr);
   const auto bytes = static_cast<int64_t>(SizeOf(shape.compute));
   // Of one unit: heads of q and their sums.
   const int64_t unit_bytes = (LanesElements(shape.d) + LanesElements(shape.dr) + LanesElements(shape.dv)) * bytes;
   group_units = std::clamp<int64_t>(kGroupBytes / std::max<int64_t>(unit_bytes, 1), 1, kMaxGroup);
-  const DType stored = tiles != nullptr ? shape.dtype : shape.compute;
   const int64_t row_bytes = std::max({shape.d + shape.dr, shape.dv, int64_t{1}}) * static_cast<int64_t>(SizeOf(stored));
   const bool few = std::min(group_units, shape.queries) < kMinGroup;
   const int64_t most = few ? 1 : std::clamp<int64_t>(MaxSlots() / kMinSlots, 1, kMaxBlocks);
@@ -123,13 +135,12 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
       q.limit = in.causal ? std::clamp<int64_t>(i + s.k_len - s.q_len + 1, 0, s.k_len) : s.k_len;
     }
   }
-  const auto adjacent = [](const TensorView& x) { return x.rank == 0 || x.size[3] <= 1 || x.stride[3] == 1; };
-  pick_ = shape.dtype != stored && units() * MaxSlots() < shape.batch * shape.keys * shape.kv_heads && adjacent(in.k) &&
-          adjacent(in.v) && adjacent(in.k_rope);
   if (pick_) return;
-  k_ = KeyRows(in.k, stored);
-  if (!same_) v_ = KeyRows(in.v, stored);
-  if (shape.dr > 0) k_rope_ = KeyRows(in.k_rope, stored);
+  const bool keys = tiles != nullptr || Wide(kKey);
+  const bool values = tiles != nullptr || Wide(kValue);
+  if (keys || (same_ && values)) k_ = KeyRows(in.k, stored);
+  if (!same_ && values) v_ = KeyRows(in.v, stored);
+  if (shape.dr > 0 && keys) k_rope_ = KeyRows(in.k_rope, stored);
   if (tiles == nullptr) return;
   for (const Source source : {kKey, kKeyRope, kValue}) FindNotFinite(source);
 }
@@ -209,11 +220,16 @@ void SparsePlan::ListSlots(const SparseUnit& unit, const Slots& slots) const {
 }
 
 SparsePlan::Rows SparsePlan::AllocRows(ScratchFrame& frame) const {
-  const auto pointers = [&] { return frame.Alloc<const void*>(kSlotStep); };
   const int64_t cols = pick_ ? shape.d + shape.dr + shape.dv : 0;
   const auto bytes = static_cast<int64_t>(SizeOf(shape.compute));
-  return {{pointers(), pointers(), pointers()},       {}, {}, 0, frame.Alloc<char>(kSlotStep * cols * bytes),
-          frame.Alloc<char>(kSlotStep * cols * bytes)};
+  Rows rows{};
+  for (const Source source : {kKey, kKeyRope, kValue}) {
+    rows.at[source] = frame.Alloc<const void*>(kSlotStep);
+    if (pairs != nullptr) rows.narrow[source] = frame.Alloc<const void*>(kSlotStep);
+  }
+  rows.raw = frame.Alloc<char>(kSlotStep * cols * bytes);
+  rows.picked = frame.Alloc<char>(kSlotStep * cols * bytes);
+  return rows;
 }
 
 void SparsePlan::PickRows(const TensorView& x, const SparseUnit& unit, const int32_t* rows, int64_t n, char* raw,
@@ -242,6 +258,12 @@ void SparsePlan::PointTo(const SparseUnit& unit, const int32_t* rows, int64_t n,
   }
   for (const Source source : {kKey, kValue, kKeyRope}) {
     if (source == kKeyRope && shape.dr == 0) continue;
+    if (pairs != nullptr && Scored(source)) {
+      const TensorView& x = source == kKey ? in.k : source == kValue ? in.v : in.k_rope;
+      const char* base = At(x.data, unit.batch * x.stride[0] + unit.kv_head * x.stride[2], 2);
+      for (int64_t i = 0; i < n; ++i) out->narrow[source][i] = base + rows[i] * x.stride[1] * 2;
+    }
+    if (tiles == nullptr && !Wide(source)) continue;
     const KeyRows& x = Keys(source);
     const char* base = x.Base(unit.batch, unit.kv_head);
     if (tiles != nullptr) {
@@ -257,7 +279,17 @@ void SparsePlan::PointTo(const SparseUnit& unit, const int32_t* rows, int64_t n,
   }
   if (tiles != nullptr) return;
   // The sums go over columns, and want the first ones of all rows at once.
-  for (int64_t i = 0; i < n; ++i) __builtin_prefetch(out->at[kValue][i], 0, 2);
+  const void* const* summed = out->at[Wide(kValue) ? kValue : kKey];
+  for (int64_t i = 0; i < n; ++i) __builtin_prefetch(summed[i], 0, 2);
+}
+
+void SparsePlan::PairScores(int64_t p, const Rows& rows, Source source, const void* heads, void* scores,
+                            bool accumulate) const {
+  const int64_t columns = Columns(source);
+  const void* panel_heads = static_cast<const float*>(heads) + p * PairElements(columns);
+  const bool two = 2 * LanesOf(p) > width;
+  pairs->dots(
+      {rows.narrow[source], rows.n, columns, panel_heads, two, static_cast<float*>(scores), stride, accumulate});
 }
 
 void SparsePlan::TileScores(int64_t p, const PickedRows& rows, const void* heads, void* scores, bool accumulate) const {
@@ -362,6 +394,9 @@ void SparsePlan::PackLanes(const TensorView& x, const SparseUnit& unit, void* ou
   }
   const GemmOperand operand = Along(x, unit);
   if (tiles != nullptr) return tiles->pack_heads(operand, out);
+  if (pairs != nullptr) {
+    return pairs->gemm.pack_b({&operand, 0, shape.group, 0, x.size[3], 2 * PairElements(x.size[3]), out});
+  }
   gemm.pack_b({&operand, 0, shape.group, 0, x.size[3], PanelElements(x.size[3]), out});
 }
 

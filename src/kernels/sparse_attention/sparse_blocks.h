@@ -11,6 +11,7 @@
 #include "base/key_rows.h"
 #include "base/scratch.h"
 #include "kernels/gemm/gemm_kernel.h"
+#include "kernels/sparse_attention/pair_dots.h"
 #include "kernels/sparse_attention/sparse_attention.h"
 #include "kernels/sparse_attention/tile_products.h"
 #include "simd/panel.h"
@@ -48,9 +49,11 @@ struct SparseUnit {
   int64_t limit;    // tokens below it are visible
 };
 
+enum class SparsePass { kForward, kBackward };
+
 class SparsePlan {
  public:
-  SparsePlan(const char* op, const SparseAttentionInputs& in, const SparseShape& shape);
+  SparsePlan(const char* op, const SparseAttentionInputs& in, const SparseShape& shape, SparsePass pass);
 
   const SparseAttentionInputs& in;
   const SparseShape& shape;
@@ -58,6 +61,7 @@ class SparsePlan {
   const PanelKernel& panel;
   const RowProducts& products;
   const TileProducts* tiles;  // of bf16, where q is bf16 and the CPU has them; else null: keys are widened
+  const PairDots* pairs;      // of bf16 as it lies, for scores; null with tiles, and where they do not fit
   int64_t width;              // lanes of a panel
   int64_t panels;             // that hold the heads of a unit
   bool half;                  // one vector, half a panel, holds them
@@ -94,9 +98,10 @@ class SparsePlan {
   enum Source { kKey, kKeyRope, kValue };
   int64_t Columns(Source source) const { return source == kKey ? shape.d : source == kValue ? shape.dv : shape.dr; }
   // Where a unit's keys and values lie, for the slots of a step: in all of them, or in `picked`, a widened copy of
-  // rows. With tiles, their numbers.
+  // rows. With tiles, their numbers. With pairs, those that scores read lie in `narrow` as they are.
   struct Rows {
     const void** at[3];
+    const void** narrow[3];
     PickedRows numbered[3];
     bool finite[3];  // of numbered rows
     int64_t n;
@@ -114,6 +119,7 @@ class SparsePlan {
   void PackLanes(const TensorView& x, const SparseUnit& unit, void* out) const;
   int64_t LanesElements(int64_t columns) const {
     if (tiles != nullptr) return HeadTiles(0) * panels * TileElements(columns);
+    if (pairs != nullptr) return panels * PairElements(columns);
     return deep ? RoundUp(shape.group, 4) * RoundUp(columns, width) : panels * PanelElements(columns);
   }
   // scores [n, stride] of panel p (+)= rows * heads, packed by PackLanes.
@@ -123,6 +129,8 @@ class SparsePlan {
     const void* const* at = rows.at[source];
     if (tiles != nullptr) {
       TileScores(p, rows.numbered[source], heads, scores, accumulate);
+    } else if (pairs != nullptr) {
+      PairScores(p, rows, source, heads, scores, accumulate);
     } else if (deep) {
       if (!accumulate) std::fill_n(scores, rows.n * stride, C(0));
       products.deep_dots(
@@ -167,10 +175,19 @@ class SparsePlan {
   };
   void CheckIds(const char* op) const;
   void TileScores(int64_t p, const PickedRows& rows, const void* heads, void* scores, bool accumulate) const;
+  void PairScores(int64_t p, const Rows& rows, Source source, const void* heads, void* scores, bool accumulate) const;
   void TileSum(int64_t p, const PickedRows& rows, bool finite, const void* factors, void* sums, bool accumulate) const;
   void FindNotFinite(Source source);
   // Of the compute type, for the packed heads of a tile.
   static int64_t TileElements(int64_t columns) { return TileProducts::HeadElements(columns) / 2; }
+  // The same for those of a panel, for pairs.
+  int64_t PairElements(int64_t columns) const { return pairs->gemm.PanelStride(pairs->gemm.nr, columns) / 2; }
+  // Scores are made of keys, forward, and of keys and values, backward; the other products take rows in the compute
+  // type.
+  bool Scored(Source source) const { return pass_ == SparsePass::kBackward || source != kValue; }
+  bool Wide(Source source) const {
+    return tiles == nullptr && (pairs == nullptr || (source == kValue) == (pass_ == SparsePass::kForward));
+  }
   int64_t ListRows(const SparseUnit& unit, int32_t* rows) const;
   void PickRows(const TensorView& x, const SparseUnit& unit, const int32_t* rows, int64_t n, char* raw, char* out,
                 const void** to) const;
@@ -179,6 +196,7 @@ class SparsePlan {
   const KeyRows& Keys(Source source) const { return source == kKeyRope ? k_rope_ : source == kKey || same_ ? k_ : v_; }
   // Keys and values in the compute type; with tiles, or where fewer rows than these are picked, as they are.
   KeyRows k_, k_rope_, v_;
+  SparsePass pass_;
   std::vector<uint8_t> not_finite_[3];  // with tiles, [B, Nk, S2]; empty where all are
   bool same_;                           // value is key
   bool pick_;
