@@ -1,6 +1,7 @@
 #include "simd/row_products.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include "base/simd_dispatch.h"
 
@@ -85,11 +86,13 @@ HWY_NOINLINE void Dots(const T* const* a, const T* b, int64_t b_step, int64_t kc
 #undef JUMAR_X
 }
 
-// c[r * ldc][two vectors] (+)= sum over k < n of a[k * a_step + r] * b(k), where b(k) are two vectors at rows[k] + col,
-// which go to `copy` as well (kFirst), or those of the copy. `ahead`: the columns of the call that follows.
-template <int kRows, bool kFirst, typename T>
-HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t col, int64_t ahead, T* copy, int64_t n,
-                       T* c, int64_t ldc, bool accumulate) {
+// c[r * ldc][two vectors] (+)= sum over k < n of a[k * a_step + r] * b(k), where b(k) are two vectors at rows[k] + col
+// of S, which go to `copy` as well, or, with void as S, those of the copy. `ahead`: the columns of the call that
+// follows.
+template <int kRows, typename S, typename T>
+HWY_NOINLINE void Sums(const T* a, int64_t a_step, const void* const* rows, int64_t col, int64_t ahead, T* copy,
+                       int64_t n, T* c, int64_t ldc, bool accumulate) {
+  constexpr bool kFirst = !std::is_void_v<S>;
   const hn::ScalableTag<T> d;
   const size_t lanes = hn::Lanes(d);
 #define JUMAR_X(i)                           \
@@ -98,12 +101,16 @@ HWY_NOINLINE void Sums(const T* a, int64_t a_step, const T* const* rows, int64_t
   JUMAR_PRODUCT_ROWS(JUMAR_X)
 #undef JUMAR_X
   for (int64_t k = 0; k < n; ++k) {
-    const T* b = kFirst ? rows[k] + col : copy;
-    const auto b0 = hn::LoadU(d, b);
-    const auto b1 = hn::LoadU(d, b + lanes);
+    const auto load = [&](int64_t at) HWY_ATTR {
+      if constexpr (kFirst) return LoadWide(d, static_cast<const S*>(rows[k]) + col + at);
+      if constexpr (!kFirst) return hn::LoadU(d, copy + at);
+    };
+    const auto b0 = load(0);
+    const auto b1 = load(static_cast<int64_t>(lanes));
     if constexpr (kFirst) {
-      hwy::Prefetch(rows[k] + ahead);
-      if (2 * lanes * sizeof(T) > kLine) hwy::Prefetch(rows[k] + ahead + lanes);
+      const S* next = static_cast<const S*>(rows[k]) + ahead;
+      hwy::Prefetch(next);
+      if (2 * lanes * sizeof(S) > kLine) hwy::Prefetch(next + lanes);
       hn::StoreU(b0, d, copy);
       hn::StoreU(b1, d, copy + lanes);
     }
@@ -182,10 +189,10 @@ auto DotsOf(int64_t rows) {
   return kTable[rows - 1];
 }
 
-template <bool kFirst, typename T>
+template <typename S, typename T>
 auto SumsOf(int64_t rows) {
-  using Ptr = void (*)(const T*, int64_t, const T* const*, int64_t, int64_t, T*, int64_t, T*, int64_t, bool);
-#define JUMAR_X(i) &Sums<i + 1, kFirst, T>,
+  using Ptr = void (*)(const T*, int64_t, const void* const*, int64_t, int64_t, T*, int64_t, T*, int64_t, bool);
+#define JUMAR_X(i) &Sums<i + 1, S, T>,
   static constexpr Ptr kTable[] = {JUMAR_PRODUCT_ROWS(JUMAR_X)};
 #undef JUMAR_X
   return kTable[rows - 1];
@@ -244,11 +251,11 @@ void DotRowsWith(const RowDots& x) {
   }
 }
 
-template <typename T>
-void SumRows(const RowSums& x) {
-  const int64_t width = Width<T>();
-  const auto* rows = reinterpret_cast<const T* const*>(x.rows);
-  const int64_t tail = x.cols % width;
+template <typename S, typename T>
+void SumRowsOf(const RowSums& x) {
+  const hn::ScalableTag<T> d;
+  const auto lanes = static_cast<int64_t>(hn::Lanes(d));
+  const int64_t width = 2 * lanes;
   const int64_t ld = x.panel_ld == 0 ? width : x.panel_ld;
   HWY_ALIGN T copy[kRun * 2 * HWY_MAX_BYTES / sizeof(T)];
   for (int64_t i = 0; i < x.n; i += kRun) {
@@ -257,17 +264,28 @@ void SumRows(const RowSums& x) {
     for (int64_t j = 0; j < x.cols; j += width) {
       const bool whole = j + width <= x.cols;
       for (int64_t r = 0; r < run && !whole; ++r) {
-        T* to = copy + r * width;
-        std::fill(std::copy_n(rows[i + r] + j, tail, to), to + width, T(0));
+        const S* row = static_cast<const S*>(x.rows[i + r]) + j;
+        for (int64_t v = 0; v < width; v += lanes) {
+          const auto have = static_cast<size_t>(std::clamp<int64_t>(x.cols - j - v, 0, lanes));
+          hn::StoreU(LoadWideN(d, row + v, have), d, copy + r * width + v);
+        }
       }
       T* out = static_cast<T*>(x.out) + j;
       ForEachCall(x.lanes, [&](int64_t lane, int64_t count) HWY_ATTR {
-        const auto kernel = lane == 0 && whole ? SumsOf<true, T>(count) : SumsOf<false, T>(count);
+        const auto kernel = lane == 0 && whole ? SumsOf<S, T>(count) : SumsOf<void, T>(count);
         const int64_t ahead = j + width < x.cols ? j + width : j;
-        kernel(panel + lane, ld, rows + i, j, ahead, copy, run, out + lane * x.ld, x.ld, x.accumulate || i > 0);
+        kernel(panel + lane, ld, x.rows + i, j, ahead, copy, run, out + lane * x.ld, x.ld, x.accumulate || i > 0);
       });
     }
   }
+}
+
+template <typename T>
+void SumRows(const RowSums& x) {
+  if constexpr (sizeof(T) == sizeof(float)) {
+    if (x.bf16) return SumRowsOf<BF16, T>(x);
+  }
+  SumRowsOf<T, T>(x);
 }
 
 template <typename T>

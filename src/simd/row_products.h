@@ -50,11 +50,12 @@ struct RowSums {
   int64_t ld;
   bool accumulate;
   int64_t panel_ld = 0;  // 0: width
+  bool bf16 = false;     // rows are of bf16, the rest of float
 };
 
 // rows[i][j] += sum over lane < lanes of panel[i, lane] * b[j / width][lane, j % width], for j < cols, a multiple of
-// width, i ascending: a row may come more than once. b: panels [lanes, width], b_panel elements apart, their rows b_step:
-// a matrix of lanes by columns has b_panel = width.
+// width, i ascending: a row may come more than once. b: panels [lanes, width], b_panel elements apart, their rows
+// b_step: a matrix of lanes by columns has b_panel = width.
 struct RowUpdates {
   void* const* rows;
   int64_t n;

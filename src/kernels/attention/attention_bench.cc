@@ -90,7 +90,10 @@ void Shapes(benchmark::internal::Benchmark* b) {
     }
     b->Args({dtype, 2048, 128, 4, 1, 1});
     b->Args({dtype, 2048, 128, 16, 0, 1});
-    for (const int64_t d : {64, 128}) b->Args({dtype, 16384, d, 4, 1, 32});
+    for (const int64_t d : {64, 128}) {
+      b->Args({dtype, 16384, d, 4, 1, 32});
+      for (const int64_t s : {8192, 16384}) b->Args({dtype, s, d, 16, 1, 32});
+    }
     b->Args({dtype, 8192, 128, 1, 1, 1});
   }
 }

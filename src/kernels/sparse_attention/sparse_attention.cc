@@ -193,7 +193,7 @@ class Forward {
 void SparseAttention(const char* op, const SparseAttentionInputs& in, const TensorView& out, const TensorView& max,
                      const TensorView& sum) {
   const SparseShape shape = CheckSparseAttention(op, in, out, max, sum);
-  const SparsePlan plan(op, in, shape, SparsePass::kForward);
+  const SparsePlan plan(op, in, shape);
   if (shape.compute == DType::kF64) {
     Forward<double>(plan, out, max, sum).Run();
   } else {

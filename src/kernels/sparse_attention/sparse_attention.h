@@ -23,9 +23,9 @@
 // (none for fp32 and fp64 with adjacent columns, and none where fewer rows than these are picked), in backward their
 // gradients once more in fp32, and a few megabytes.
 //
-// bf16 of more than 8 heads a key head goes through AMX where the CPU has it (tile_products.h): the same bounds, and
-// keys are not widened. Where AVX512-BF16 is faster than fp32, and columns are adjacent and of even number, scores and the
-// products of values with dy read bf16 as it lies (pair_dots.h), also within these bounds for normal numbers.
+// bf16 of more than 8 heads a key head goes through AMX where the CPU has it (tile_products.h), and where AVX512-BF16
+// is faster than fp32 and columns are of even number, scores and the products of values with dy through that
+// (pair_dots.h): the same bounds, there for normal numbers, and keys are not widened.
 //
 // Statistics, fp32 (fp64), [B, Nk, S1, N / Nk]: max over slots of s (and the sink), sum of exp(s - max). A row without
 // slots has kLowestScore and 0. sinks [N] fp32 (fp64): one more score per head, without a value.

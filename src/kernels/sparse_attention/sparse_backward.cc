@@ -382,7 +382,7 @@ void SparseAttentionBackward(const char* op, const SparseAttentionInputs& in, co
   like("dq_rope", g.dq_rope, in.q_rope);
   like("dk_rope", g.dk_rope, in.k_rope);
   if (g.dsinks.rank != 0) like("dsinks", g.dsinks, in.sinks);
-  const SparsePlan plan(op, in, shape, SparsePass::kBackward);
+  const SparsePlan plan(op, in, shape);
   if (shape.compute == DType::kF64) {
     Backward<double>(plan, dy, out, max, sum, g).Run();
   } else {

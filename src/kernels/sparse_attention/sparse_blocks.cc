@@ -92,14 +92,14 @@ SparseShape CheckSparseAttention(const char* op, const SparseAttentionInputs& in
   return s;
 }
 
-SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, const SparseShape& checked, SparsePass pass)
+SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, const SparseShape& checked)
     : in(inputs),
       shape(checked),
       gemm(ChooseGemmKernel(checked.compute, checked.compute)),
       panel(ChoosePanelKernel(checked.compute == DType::kF64)),
       products(ChooseRowProducts(checked.compute == DType::kF64)),
       tiles(TilesFor(checked, panel.width, products.deep_heads)),
-      pairs(nullptr),
+      pairs(PairsFor(checked, panel.width, tiles != nullptr || checked.group <= products.deep_heads)),
       width(panel.width),
       panels(CeilDiv(checked.group, panel.width)),
       half(2 * checked.group <= panel.width),
@@ -107,14 +107,9 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
       stride(half ? panel.width / 2 : panel.width),
       block(std::min(inputs.block_size, std::max<int64_t>(checked.keys, 1))),
       queries_(static_cast<size_t>(checked.batch * checked.queries)),
-      pass_(pass),
       same_(SameMemory(inputs.k, inputs.v)) {
   CheckIds(op);
-  const auto adjacent = [](const TensorView& x) { return x.rank == 0 || x.size[3] <= 1 || x.stride[3] == 1; };
-  const bool near = adjacent(in.k) && adjacent(in.v) && adjacent(in.k_rope);
-  const DType stored = tiles != nullptr ? shape.dtype : shape.compute;
-  pick_ = shape.dtype != stored && units() * MaxSlots() < shape.batch * shape.keys * shape.kv_heads && near;
-  if (near && !pick_) pairs = PairsFor(shape, width, deep || tiles != nullptr);
+  const DType stored = tiles != nullptr || pairs != nullptr ? shape.dtype : shape.compute;
   const auto bytes = static_cast<int64_t>(SizeOf(shape.compute));
   // Of one unit: heads of q and their sums.
   const int64_t unit_bytes = (LanesElements(shape.d) + LanesElements(shape.dr) + LanesElements(shape.dv)) * bytes;
@@ -135,12 +130,13 @@ SparsePlan::SparsePlan(const char* op, const SparseAttentionInputs& inputs, cons
       q.limit = in.causal ? std::clamp<int64_t>(i + s.k_len - s.q_len + 1, 0, s.k_len) : s.k_len;
     }
   }
+  const auto adjacent = [](const TensorView& x) { return x.rank == 0 || x.size[3] <= 1 || x.stride[3] == 1; };
+  pick_ = shape.dtype != stored && units() * MaxSlots() < shape.batch * shape.keys * shape.kv_heads && adjacent(in.k) &&
+          adjacent(in.v) && adjacent(in.k_rope);
   if (pick_) return;
-  const bool keys = tiles != nullptr || Wide(kKey);
-  const bool values = tiles != nullptr || Wide(kValue);
-  if (keys || (same_ && values)) k_ = KeyRows(in.k, stored);
-  if (!same_ && values) v_ = KeyRows(in.v, stored);
-  if (shape.dr > 0 && keys) k_rope_ = KeyRows(in.k_rope, stored);
+  k_ = KeyRows(in.k, stored);
+  if (!same_) v_ = KeyRows(in.v, stored);
+  if (shape.dr > 0) k_rope_ = KeyRows(in.k_rope, stored);
   if (tiles == nullptr) return;
   for (const Source source : {kKey, kKeyRope, kValue}) FindNotFinite(source);
 }
@@ -223,10 +219,7 @@ SparsePlan::Rows SparsePlan::AllocRows(ScratchFrame& frame) const {
   const int64_t cols = pick_ ? shape.d + shape.dr + shape.dv : 0;
   const auto bytes = static_cast<int64_t>(SizeOf(shape.compute));
   Rows rows{};
-  for (const Source source : {kKey, kKeyRope, kValue}) {
-    rows.at[source] = frame.Alloc<const void*>(kSlotStep);
-    if (pairs != nullptr) rows.narrow[source] = frame.Alloc<const void*>(kSlotStep);
-  }
+  for (const void**& at : rows.at) at = frame.Alloc<const void*>(kSlotStep);
   rows.raw = frame.Alloc<char>(kSlotStep * cols * bytes);
   rows.picked = frame.Alloc<char>(kSlotStep * cols * bytes);
   return rows;
@@ -258,12 +251,6 @@ void SparsePlan::PointTo(const SparseUnit& unit, const int32_t* rows, int64_t n,
   }
   for (const Source source : {kKey, kValue, kKeyRope}) {
     if (source == kKeyRope && shape.dr == 0) continue;
-    if (pairs != nullptr && Scored(source)) {
-      const TensorView& x = source == kKey ? in.k : source == kValue ? in.v : in.k_rope;
-      const char* base = At(x.data, unit.batch * x.stride[0] + unit.kv_head * x.stride[2], 2);
-      for (int64_t i = 0; i < n; ++i) out->narrow[source][i] = base + rows[i] * x.stride[1] * 2;
-    }
-    if (tiles == nullptr && !Wide(source)) continue;
     const KeyRows& x = Keys(source);
     const char* base = x.Base(unit.batch, unit.kv_head);
     if (tiles != nullptr) {
@@ -279,8 +266,7 @@ void SparsePlan::PointTo(const SparseUnit& unit, const int32_t* rows, int64_t n,
   }
   if (tiles != nullptr) return;
   // The sums go over columns, and want the first ones of all rows at once.
-  const void* const* summed = out->at[Wide(kValue) ? kValue : kKey];
-  for (int64_t i = 0; i < n; ++i) __builtin_prefetch(summed[i], 0, 2);
+  for (int64_t i = 0; i < n; ++i) __builtin_prefetch(out->at[kValue][i], 0, 2);
 }
 
 void SparsePlan::PairScores(int64_t p, const Rows& rows, Source source, const void* heads, void* scores,
@@ -288,8 +274,7 @@ void SparsePlan::PairScores(int64_t p, const Rows& rows, Source source, const vo
   const int64_t columns = Columns(source);
   const void* panel_heads = static_cast<const float*>(heads) + p * PairElements(columns);
   const bool two = 2 * LanesOf(p) > width;
-  pairs->dots(
-      {rows.narrow[source], rows.n, columns, panel_heads, two, static_cast<float*>(scores), stride, accumulate});
+  pairs->dots({rows.at[source], rows.n, columns, panel_heads, two, static_cast<float*>(scores), stride, accumulate});
 }
 
 void SparsePlan::TileScores(int64_t p, const PickedRows& rows, const void* heads, void* scores, bool accumulate) const {

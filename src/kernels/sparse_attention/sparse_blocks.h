@@ -49,11 +49,9 @@ struct SparseUnit {
   int64_t limit;    // tokens below it are visible
 };
 
-enum class SparsePass { kForward, kBackward };
-
 class SparsePlan {
  public:
-  SparsePlan(const char* op, const SparseAttentionInputs& in, const SparseShape& shape, SparsePass pass);
+  SparsePlan(const char* op, const SparseAttentionInputs& in, const SparseShape& shape);
 
   const SparseAttentionInputs& in;
   const SparseShape& shape;
@@ -61,7 +59,7 @@ class SparsePlan {
   const PanelKernel& panel;
   const RowProducts& products;
   const TileProducts* tiles;  // of bf16, where q is bf16 and the CPU has them; else null: keys are widened
-  const PairDots* pairs;      // of bf16 as it lies, for scores; null with tiles, and where they do not fit
+  const PairDots* pairs;      // of bf16 as it lies; null with tiles, and where they do not fit
   int64_t width;              // lanes of a panel
   int64_t panels;             // that hold the heads of a unit
   bool half;                  // one vector, half a panel, holds them
@@ -98,10 +96,9 @@ class SparsePlan {
   enum Source { kKey, kKeyRope, kValue };
   int64_t Columns(Source source) const { return source == kKey ? shape.d : source == kValue ? shape.dv : shape.dr; }
   // Where a unit's keys and values lie, for the slots of a step: in all of them, or in `picked`, a widened copy of
-  // rows. With tiles, their numbers. With pairs, those that scores read lie in `narrow` as they are.
+  // rows. With tiles, their numbers.
   struct Rows {
     const void** at[3];
-    const void** narrow[3];
     PickedRows numbered[3];
     bool finite[3];  // of numbered rows
     int64_t n;
@@ -153,7 +150,8 @@ class SparsePlan {
     if (tiles != nullptr) {
       TileSum(p, rows.numbered[source], rows.finite[source], factors, sums, accumulate);
     } else {
-      products.sums({rows.at[source], rows.n, Columns(source), factors, LanesOf(p), sums, ld, accumulate, stride});
+      products.sums({rows.at[source], rows.n, Columns(source), factors, LanesOf(p), sums, ld, accumulate, stride,
+                     pairs != nullptr});
     }
   }
   int64_t Ld(int64_t columns) const { return RoundUp(columns, tiles != nullptr ? kTileSumColumns : width); }
@@ -182,21 +180,14 @@ class SparsePlan {
   static int64_t TileElements(int64_t columns) { return TileProducts::HeadElements(columns) / 2; }
   // The same for those of a panel, for pairs.
   int64_t PairElements(int64_t columns) const { return pairs->gemm.PanelStride(pairs->gemm.nr, columns) / 2; }
-  // Scores are made of keys, forward, and of keys and values, backward; the other products take rows in the compute
-  // type.
-  bool Scored(Source source) const { return pass_ == SparsePass::kBackward || source != kValue; }
-  bool Wide(Source source) const {
-    return tiles == nullptr && (pairs == nullptr || (source == kValue) == (pass_ == SparsePass::kForward));
-  }
   int64_t ListRows(const SparseUnit& unit, int32_t* rows) const;
   void PickRows(const TensorView& x, const SparseUnit& unit, const int32_t* rows, int64_t n, char* raw, char* out,
                 const void** to) const;
 
   std::vector<Query> queries_;  // [B, S1]
   const KeyRows& Keys(Source source) const { return source == kKeyRope ? k_rope_ : source == kKey || same_ ? k_ : v_; }
-  // Keys and values in the compute type; with tiles, or where fewer rows than these are picked, as they are.
+  // Keys and values in the compute type; with tiles or pairs, or where fewer rows than these are picked, as they are.
   KeyRows k_, k_rope_, v_;
-  SparsePass pass_;
   std::vector<uint8_t> not_finite_[3];  // with tiles, [B, Nk, S2]; empty where all are
   bool same_;                           // value is key
   bool pick_;
