@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from jumar import opinfo
+from jumar import models, opinfo
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -40,3 +40,10 @@ def test_operator_page_shows_the_schema(name):
         assert re.search(rf"\b{argument.name}\b", shown[0]), (
             f"{page.name}: {argument.name} is missing in {shown[0]}"
         )
+
+
+def test_the_built_in_models_are_listed():
+    """The page of the commands names the models that `jumar inspect` and `jumar verify` know, and no others."""
+    text = (ROOT / "docs" / "cli.md").read_text()
+    listed = re.search(r"built-in tiny model: ([^.]*)\.", text).group(1)
+    assert re.findall(r"`(\w+)`", listed) == list(models.BUILT_IN)
