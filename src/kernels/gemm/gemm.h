@@ -7,8 +7,8 @@
 //
 // dtypes: A, B, bias and C each one of fp32, bf16, fp16, in any mixture; or all of them fp64. 16-bit inputs widen
 // exactly, products are summed in fp32 (fp64 for fp64) and C is rounded once (nearest even) after the bias was added.
-// Each element is summed over k in ascending blocks of a length that depends on K alone, one accumulator per element
-// and block, and the block sums are added in order:
+// Each element is summed over k in ascending blocks of a length that depends on K, and on N up to 16, alone, one
+// accumulator per element and block, and the block sums are added in order:
 //
 //   |error| <= (block + K / block) * 2^-24 * sum |a b|  + half an ulp of C's dtype,   block <= 512
 //
