@@ -13,7 +13,7 @@ from jumar import opinfo, ops
 from jumar.opinfo import OPERATORS
 from jumar.opinfo.cases import expanded, sliced, transposed
 from jumar.verify import compare, verify_model, verify_operator, verify_operators
-from jumar.verify.models import MEAN, StayWide
+from jumar.verify.models import MEAN, ModelRow, StayWide, judge
 
 REGISTERED = [info for info in OPERATORS.values() if info.registered]
 BF16 = torch.bfloat16
@@ -248,6 +248,30 @@ def test_broken_model_is_caught(monkeypatch):
     monkeypatch.setattr(jumar, "kernelize", broken)
     rows = verify_model(models.build("qwen3", dtype=torch.float32))
     assert not all(row.ok for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("fused", "ok", "seen"),
+    [
+        ([1.0], True, [7]),
+        ([3.0, 1.0, 1.0], True, [7, 8, 9]),
+        ([3.0, 3.0, 3.0], False, [7, 8, 9]),
+        ([30.0, 1.0, 1.0], False, [7, 8, 9]),
+        ([math.nan, 1.0, 1.0], False, [7, 8, 9]),
+    ],
+)
+def test_draws_are_judged_together(fused, ok, seen):
+    # Of the limits 2 x 1.5 + 4 and 1.3 x 1.5, the one of the means is broken by 3: the root mean square of 3, 1, 1 is 1.91.
+    seeds = []
+
+    def draw(seed):
+        seeds.append(seed)
+        rows = [ModelRow("float32", n, 1.5, fused[len(seeds) - 1], (len(seeds),)) for n in ("a", "b")]
+        return [*rows, ModelRow("float32", MEAN, 1.5, fused[len(seeds) - 1])]
+
+    rows = judge(draw, 7)
+    assert all(row.ok for row in rows) == ok and seeds == seen
+    assert [row.result for row in rows] == ["a", "b", MEAN] and rows[0].index == (1,)
 
 
 def test_nothing_to_verify():

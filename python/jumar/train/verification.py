@@ -21,7 +21,7 @@ from jumar.train import mapping, memory
 from jumar.train.errors import JobError
 from jumar.train.job import Job
 from jumar.train.schema import HF, SECTIONS
-from jumar.verify.models import ModelRow, StayWide, compare_runs, verify_model
+from jumar.verify.models import ModelRow, StayWide, compare_runs, judge, verify_model
 
 #: Rows and tokens a row of what a model of torchtitan is run on; fewer where the job's sequences are shorter.
 ROWS, LENGTH = 2, 96
@@ -69,7 +69,7 @@ def verify(job: Job, converters: Sequence[str] | None, dtype: torch.dtype | None
     dtype = dtype or getattr(torch, job["training"]["mixed_precision_param"])
     if job["model"]["name"] == HF:
         return verify_model(_hf_model(job, dtype), names or None, seed=seed)
-    return _verify_titan(job, names, dtype, seed)
+    return judge(lambda drawn: _verify_titan(job, names, dtype, drawn), seed)
 
 
 def _names(job: Job, converters: Sequence[str] | None) -> list[str]:
