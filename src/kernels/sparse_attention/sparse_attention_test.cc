@@ -163,6 +163,13 @@ TEST(SparseAttention, MatchesTheOracleOnEveryTarget) {
       Call(c, seed += 20).Check("columns of whole panels");
       c.spread = 1;
       Call(c, seed += 20).Check("columns of whole panels, heads before tokens");
+      for (int64_t* columns : {&c.d, &c.dr, &c.dv}) {
+        --*columns;
+        Call(c, seed += 20).Check("one odd number of columns");
+        ++*columns;
+      }
+      c.heads = 52;
+      Call(c, seed += 20).Check("a second panel of two vectors");
       c = Config();
       c.dtype = dtype;
       c.sinks = true;
