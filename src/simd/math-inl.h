@@ -67,7 +67,7 @@ HWY_INLINE V ScoreExp(D d, V x) {
     return ExpOf(d, x);
   } else {
     const V log2e = hn::Set(d, 1.44269504f);
-    // Of two operands of which one is NaN, x86 returns the second, Arm the NaN.
+    // Of two operands of which one is NaN, x86 returns the second; Highway's on Arm (fmaxnm, fminnm) return the number.
     const auto clamp = [&](float low) HWY_ATTR { return hn::Min(hn::Set(d, 70.0f), hn::Max(hn::Set(d, low), x)); };
     const auto polynomial = [&](V n, V y, float scale) HWY_ATTR {
       const V t = hn::MulAdd(n, hn::Set(d, 2.12194440e-4f), hn::NegMulAdd(n, hn::Set(d, 0.693359375f), y));
@@ -92,7 +92,7 @@ HWY_INLINE V ScoreExp(D d, V x) {
     const hn::RebindToUnsigned<D> du;
     const V power = hn::BitCast(d, hn::ShiftLeft<23>(hn::BitCast(du, z)));
     const V e = hn::Mul(polynomial(hn::Sub(z, magic), y, 0x1p-25f), power);
-#if HWY_ARCH_X86 || HWY_ARCH_ARM
+#if HWY_ARCH_X86
     return e;
 #else
     return hn::IfThenElse(hn::IsNaN(x), x, e);

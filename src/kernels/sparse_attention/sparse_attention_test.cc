@@ -348,6 +348,10 @@ TEST(SparseAttention, InfinitiesStayInfinities) {
         (call.*where).Set(c.heads * c.d + 3, bad);
         call.Forward();
         call.Backward();
+        if (std::isnan(bad)) {
+          const std::vector<double> out = call.out.ToDoubles(), exact = call.Exact().out;
+          for (size_t i = 0; i < out.size(); ++i) ASSERT_EQ(std::isnan(out[i]), std::isnan(exact[i])) << i;
+        }
         for (const Buffer* x : {&call.out, &call.dq, &call.dk, &call.dv}) {
           std::vector<int> kinds;
           for (const double value : x->ToDoubles()) {
