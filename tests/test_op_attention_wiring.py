@@ -222,6 +222,16 @@ def test_errors_of_tensors():
         torch.ops.jumar.npu_fusion_attention(three, q, q, 3, "BNSD")
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("layout", ["BSH", "SBH"])
+def test_errors_of_heads_that_do_not_fit(layout, device):
+    """More heads of query than columns, and a key narrower than a head; in a graph, too."""
+    for query, key in ((3, 3), (32, 4)):
+        q, k = (torch.zeros(2, 5, width, device=device) for width in (query, key))
+        with pytest.raises(RuntimeError, match="^npu_fusion_attention: "):
+            torch.ops.jumar.npu_fusion_attention(q, k, k, 4, layout)
+
+
 def test_empty_tensors():
     for batch, rows, keys in ((0, 3, 3), (1, 0, 3), (1, 3, 0)):
         q = torch.zeros(batch, 2, rows, 4, requires_grad=True)

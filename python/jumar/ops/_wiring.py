@@ -92,7 +92,7 @@ def _checked(name: str, op: Any, fake: Callable[..., Any]) -> Callable[..., Any]
             )
         try:
             return fake(*args, **kwargs)
-        except (IndexError, ValueError) as error:  # a dimension that is not there
+        except (IndexError, ValueError, ZeroDivisionError) as error:  # a dimension or a head that is not there
             shapes = ", ".join(str(list(t.shape)) for t in _tensors(values))
             raise RuntimeError(
                 f"{_caller(name)}: the shapes of the tensors do not go together, got {shapes}"
