@@ -265,34 +265,33 @@ HWY_INLINE void StoreTwo(D d, hn::Vec<D> a, hn::Vec<D> b, T* HWY_RESTRICT p) {
   }
 }
 
-// Calls body(load, store) over [0, n), two vectors at a time: load(p, a, b) reads at p + i, store(a, b, p) writes at
-// p + i; the rest goes through buffers. kStream: stores go past the caches, so their pointers are aligned to vectors
-// and the caller ends with hwy::FlushStream(). Those of the compute type, which may be working arrays, stay in the
-// caches unless kStreamWide.
-template <bool kStream = false, bool kStreamWide = false, class D, class Body>
+// Calls body(load, store, keep) over [0, n), two vectors at a time: load(p, a, b) reads at p + i, store(a, b, p) and
+// keep(a, b, p) write at p + i; the rest goes through buffers. kStream: stores go past the caches, so their pointers
+// are aligned to vectors and the caller ends with hwy::FlushStream(); what is kept, working arrays, stays in them.
+template <bool kStream = false, class D, class Body>
 HWY_INLINE void ForEachTwo(D d, size_t n, const Body& body) {
   using V = hn::Vec<D>;
   const size_t step = 2 * hn::Lanes(d);
   size_t i = 0;
   for (; i + step <= n; i += step) {
     body([&](const auto* p, V& a, V& b) HWY_ATTR { LoadTwo(d, p + i, a, b); },
-         [&](V a, V b, auto* p) HWY_ATTR {
-           StoreTwo<kStream && (kStreamWide || !std::is_same_v<decltype(p), hn::TFromD<D>*>)>(d, a, b, p + i);
-         });
+         [&](V a, V b, auto* p) HWY_ATTR { StoreTwo<kStream>(d, a, b, p + i); },
+         [&](V a, V b, auto* p) HWY_ATTR { StoreTwo(d, a, b, p + i); });
   }
   if (i < n) {
     const size_t rest = n - i;
+    const auto store = [&](V a, V b, auto* p) HWY_ATTR {
+      std::remove_cvref_t<decltype(*p)> buffer[2 * HWY_MAX_BYTES / sizeof(hn::TFromD<D>)];
+      StoreTwo(d, a, b, buffer);
+      std::copy(buffer, buffer + rest, p + i);
+    };
     body(
         [&](const auto* p, V& a, V& b) HWY_ATTR {
           std::remove_cvref_t<decltype(*p)> buffer[2 * HWY_MAX_BYTES / sizeof(hn::TFromD<D>)] = {};
           std::copy(p + i, p + i + rest, buffer);
           LoadTwo(d, buffer, a, b);
         },
-        [&](V a, V b, auto* p) HWY_ATTR {
-          std::remove_cvref_t<decltype(*p)> buffer[2 * HWY_MAX_BYTES / sizeof(hn::TFromD<D>)];
-          StoreTwo(d, a, b, buffer);
-          std::copy(buffer, buffer + rest, p + i);
-        });
+        store, store);
   }
 }
 

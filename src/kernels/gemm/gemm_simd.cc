@@ -194,21 +194,22 @@ void StoreRow(const T* acc, const T* bias, T row_bias, int64_t n, O* out) {
   const hn::ScalableTag<T> d;
   using V = hn::Vec<decltype(d)>;
   const auto add = hn::Set(d, row_bias);
-  ForEachTwo<kStream, kStream>(d, static_cast<size_t>(n), [&](const auto& load, const auto& store) HWY_ATTR {
-    V a;
-    V b;
-    load(acc, a, b);
-    a = hn::Add(a, add);
-    b = hn::Add(b, add);
-    if (bias != nullptr) {
-      V c;
-      V e;
-      load(bias, c, e);
-      a = hn::Add(a, c);
-      b = hn::Add(b, e);
-    }
-    store(a, b, out);
-  });
+  ForEachTwo<kStream>(d, static_cast<size_t>(n),
+                      [&](const auto& load, const auto& store, const auto& /*keep*/) HWY_ATTR {
+                        V a;
+                        V b;
+                        load(acc, a, b);
+                        a = hn::Add(a, add);
+                        b = hn::Add(b, add);
+                        if (bias != nullptr) {
+                          V c;
+                          V e;
+                          load(bias, c, e);
+                          a = hn::Add(a, c);
+                          b = hn::Add(b, e);
+                        }
+                        store(a, b, out);
+                      });
 }
 
 template <typename T, typename O>

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/rms_norm/rms_norm.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
@@ -13,7 +14,7 @@ struct Setup {
       : dtype(d), rows(r), cols(c), memory(static_cast<size_t>(5 * r * c) * SizeOf(d)) {
     // The high byte of each element keeps it near 1: subnormal data would time the CPU's microcode.
     for (size_t i = 0; i < memory.size(); ++i) {
-      memory[i] = i % SizeOf(d) == SizeOf(d) - 1 ? 0x3F : static_cast<uint8_t>(i * 37 % 101);
+      memory[i] = i % SizeOf(d) == SizeOf(d) - 1 ? 0x3F : static_cast<char>(i * 37 % 101);
     }
     small.assign(static_cast<size_t>(2 * cols + rows), 0.5f);
   }
@@ -26,7 +27,7 @@ struct Setup {
   int64_t Bytes() const { return rows * cols * static_cast<int64_t>(SizeOf(dtype)); }
   DType dtype;
   int64_t rows, cols;
-  std::vector<uint8_t> memory;
+  testing::Memory memory;
   std::vector<float> small;
 };
 

@@ -64,7 +64,7 @@ void ForwardRows(const RmsForwardRows& a, int64_t begin, int64_t end) {
     if constexpr (kAdd) {
       const T* x2 = a.add->Row<const T>(r);
       T* sum = a.sum->Row<T>(r);
-      ForEachTwo(d, n, [&](const auto& load, const auto& store) HWY_ATTR {
+      ForEachTwo(d, n, [&](const auto& load, const auto& store, const auto& /*keep*/) HWY_ATTR {
         V a0 = hn::Zero(d), a1 = hn::Zero(d), b0 = hn::Zero(d), b1 = hn::Zero(d);
         load(x, a0, a1);
         load(x2, b0, b1);
@@ -81,7 +81,7 @@ void ForwardRows(const RmsForwardRows& a, int64_t begin, int64_t end) {
     rstd_out[r] = rstd;
     const V scale = hn::Set(d, rstd);
     const T* gate = kGate ? a.gate->Row<const T>(r) : nullptr;
-    ForEachTwo<kStream>(d, n, [&](const auto& load, const auto& store) HWY_ATTR {
+    ForEachTwo<kStream>(d, n, [&](const auto& load, const auto& store, const auto& /*keep*/) HWY_ATTR {
       V x0 = hn::Zero(d), x1 = hn::Zero(d), w0 = hn::Zero(d), w1 = hn::Zero(d);
       load(x, x0, x1);
       load(gamma, w0, w1);
@@ -143,7 +143,7 @@ void BackwardRows(const RmsBackwardRows& a, int64_t begin, int64_t end) {
         return hn::Mul(hn::Mul(load(dy), load(gamma)), hn::Mul(load(x), rstd));
       });
       const V mean = hn::Set(d, static_cast<C>(dot / static_cast<double>(n)));
-      ForEachTwo<kStream>(d, n, [&](const auto& load, const auto& store) HWY_ATTR {
+      ForEachTwo<kStream>(d, n, [&](const auto& load, const auto& store, const auto& keep) HWY_ATTR {
         V g0 = hn::Zero(d), g1 = hn::Zero(d), x0 = hn::Zero(d), x1 = hn::Zero(d);
         V w0 = hn::Zero(d), w1 = hn::Zero(d), p0 = hn::Zero(d), p1 = hn::Zero(d);
         load(dy, g0, g1);
@@ -152,7 +152,7 @@ void BackwardRows(const RmsBackwardRows& a, int64_t begin, int64_t end) {
         load(partial, p0, p1);
         x0 = hn::Mul(x0, rstd);
         x1 = hn::Mul(x1, rstd);
-        store(hn::MulAdd(g0, x0, p0), hn::MulAdd(g1, x1, p1), partial);
+        keep(hn::MulAdd(g0, x0, p0), hn::MulAdd(g1, x1, p1), partial);
         V out0 = hn::Mul(rstd, hn::NegMulAdd(x0, mean, hn::Mul(g0, w0)));
         V out1 = hn::Mul(rstd, hn::NegMulAdd(x1, mean, hn::Mul(g1, w1)));
         if constexpr (kAdd) {

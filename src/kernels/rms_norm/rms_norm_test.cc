@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 
+#include "base/heap_buffer.h"
 #include "base/widen.h"
 #include "kernels/rms_norm/rms_norm_ref.h"
 #include "testing/test_util.h"
@@ -238,6 +240,42 @@ TEST(RmsNorm, ZeroCentredWeightAndZeroRows) {
   RmsNorm(kOp, x.view(), gamma.view(), 0.0, 1.0, y.view(), rstd.view());
   EXPECT_TRUE(std::isnan(y.Get(0)));
   EXPECT_TRUE(std::isinf(rstd.Get(0)));
+}
+
+// Results of 32 MiB and more go past the caches.
+TEST(RmsNorm, LargeResultsAreThoseOfTheirRows) {
+  constexpr int64_t kCols = 1024;
+  constexpr int64_t kBytes = int64_t{32} << 20;
+  constexpr int64_t kPart = 16;
+  ForEachSimdTarget([&](const std::string& target) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      const auto size = static_cast<int64_t>(SizeOf(dtype));
+      const int64_t rows = kBytes / size / kCols;
+      HeapBuffer memory[4] = {HeapBuffer(kBytes), HeapBuffer(kBytes), HeapBuffer(kBytes), HeapBuffer(kBytes)};
+      Buffer gamma(DType::kF32, {kCols}), dgamma(DType::kF32, {kCols}), rstd(DType::kF32, {rows, 1});
+      Buffer y_part(dtype, {kPart, kCols}), dx_part(dtype, {kPart, kCols}), rstd_part(DType::kF32, {kPart, 1});
+      gamma.FillRandom(1);
+      TensorView views[4];
+      for (int i = 0; i < 4; ++i) views[i] = Contiguous(memory[i].data(), dtype, {rows, kCols});
+      const TensorView &x = views[0], &dy = views[1], &y = views[2], &dx = views[3];
+      for (int64_t i = 0; i < rows * kCols; ++i) {
+        StoreFromDouble(x.data, dtype, i, static_cast<double>(i * 37 % 101 - 50) / 16);
+        StoreFromDouble(dy.data, dtype, i, static_cast<double>(i * 53 % 89 - 44) / 16);
+      }
+      RmsNorm(kOp, x, gamma.view(), 1e-6, 0, y, rstd.view());
+      RmsNormBackward(kOp, dy, x, gamma.view(), rstd.view(), 0, dx, dgamma.view());
+      for (const int64_t row : {int64_t{0}, rows / 2 + 5, rows - kPart}) {
+        const auto at = [&](const TensorView& all) {
+          return Contiguous(static_cast<char*>(all.data) + row * kCols * size, dtype, {kPart, kCols});
+        };
+        RmsNorm(kOp, at(x), gamma.view(), 1e-6, 0, y_part.view(), rstd_part.view());
+        RmsNormBackward(kOp, at(dy), at(x), gamma.view(), rstd_part.view(), 0, dx_part.view(), dgamma.view());
+        const auto bytes = static_cast<size_t>(kPart * kCols * size);
+        EXPECT_EQ(std::memcmp(at(y).data, y_part.view().data, bytes), 0) << target << " y from row " << row;
+        EXPECT_EQ(std::memcmp(at(dx).data, dx_part.view().data, bytes), 0) << target << " dx from row " << row;
+      }
+    }
+  });
 }
 
 TEST(RmsNorm, EmptyInputs) {

@@ -6,6 +6,7 @@
 
 #include "base/parallel.h"
 #include "kernels/rotary/rotary.h"
+#include "testing/bench_util.h"
 
 namespace jumar {
 namespace {
@@ -17,7 +18,7 @@ struct Setup {
   explicit Setup(benchmark::State& state)
       : dtype(static_cast<DType>(state.range(0))), s(state.range(2)), mode(static_cast<RotaryMode>(state.range(3))) {
     bytes = 4 * 32 * s * 128 * static_cast<int64_t>(SizeOf(dtype));
-    for (std::vector<char>& m : memory) m.assign(static_cast<size_t>(bytes), 0x3C);
+    for (testing::Memory& m : memory) m.assign(static_cast<size_t>(bytes), 0x3C);
     table.assign(static_cast<size_t>(s) * 128, 0.5f);
     if (state.range(1) == kBnsd) {
       for (int i = 0; i < 3; ++i) x[i] = Contiguous(memory[i].data(), dtype, {4, 32, s, 128});
@@ -38,7 +39,7 @@ struct Setup {
   int64_t s;
   RotaryMode mode;
   int64_t bytes;
-  std::vector<char> memory[3];
+  testing::Memory memory[3];
   std::vector<float> table, sums;
   TensorView x[3], cos, dcos, dsin;
 };
